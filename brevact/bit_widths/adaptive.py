@@ -169,29 +169,6 @@ def _like(quantizer: Any, kind: Any, **changes: Any) -> Any:
     return kind(**values | changes)
 
 
-def sensitivities(
-    layers: LayerWidths, groups: Groups, widths: Mapping[str, int], batch: Any, loss: Loss, step: int
-) -> list[float]:
-    """Measure each group's sensitivity, averaged over ranks: half a squared distance times (2^b - 1)^2."""
-    model, found = layers.model, []
-    of_layers = {name: groups.width_of(name, widths) for name in layers.base}
-    try:
-        with in_place(model), training_eagerly(model):
-            first = gradients(model, batch, loss, step, step)
-            for source, width in widths.items():
-                members = {source, *(name for name, sources in groups.sources_of.items() if sources == [source])}
-                layers.set(of_layers, redrawn=members)
-                variance = squared_distance(gradients(model, batch, loss, step, step), first) / 2
-                found.append(variance / expected_noise(1.0, width))
-    finally:
-        layers.set(of_layers)
-    if is_distributed():
-        shared = torch.tensor(found, dtype=torch.float32, device=next(model.parameters()).device)
-        distributed.all_reduce(shared)
-        found = (shared / distributed.get_world_size()).tolist()
-    return found
-
-
 def expected_noise(sensitivity: float, bit_width: int) -> float:
     return sensitivity / (2**bit_width - 1) ** 2
 
@@ -324,14 +301,14 @@ class Adaptive:
         least = self._groups.saved_bytes({source: min(of_width) for source, of_width in costs.items()})
         self.budget_bytes = bytes_of_budget(uniform, least, plain, ratio, bit_width)
         self._sensitivities: list[float] = [of_width[BIT_WIDTHS[-1]] for of_width in costs.values()]
-        self._widths = self._allocate()
+        self._allocate()
         self._sensitivities = self._measured(batch)
         if not all(map(math.isfinite, self._sensitivities)):
             raise ValueError(
                 "loss: the gradient of the batch is not finite; sensitivities are measured where gradients are (a "
                 "smaller init_scale of the GradScaler, another batch)"
             )
-        self._widths = self._allocate()
+        self._allocate()
 
     @property
     def saved_bytes(self) -> int:
@@ -361,7 +338,7 @@ class Adaptive:
             ]
             if self._norms is not None and is_distributed():
                 self._norms.reduce(next(self._model.parameters()).device)
-            self._widths = self._allocate()
+            self._allocate()
 
     @contextmanager
     def batch(self, indices: Any) -> Iterator[None]:
@@ -436,7 +413,7 @@ class Adaptive:
         if all(self._widths[source] in costs[source] for source in costs) and self.saved_bytes <= self.budget_bytes:
             self._layers.set(self.bit_widths)
         else:
-            self._widths = self._allocate()
+            self._allocate()
 
     def __str__(self) -> str:
         rows = [
@@ -447,19 +424,36 @@ class Adaptive:
         return text_table(("layers", "bit_width", "bytes", "noise"), rows, total, numbers=3)
 
     def _measured(self, batch: Any) -> list[float]:
-        return sensitivities(self._layers, self._groups, self._widths, batch, self._loss, self._steps)
+        """Measure each group's sensitivity, averaged over ranks: half a squared distance times (2^b - 1)^2."""
+        model, groups, of_layers, found = self._model, self._groups, self.bit_widths, []
+        arguments = model, batch, self._loss, self._steps, self._steps
+        try:
+            with in_place(model), training_eagerly(model):
+                first = gradients(*arguments)
+                for source, width in self._widths.items():
+                    members = {source, *(name for name, sources in groups.sources_of.items() if sources == [source])}
+                    self._layers.set(of_layers, redrawn=members)
+                    variance = squared_distance(gradients(*arguments), first) / 2
+                    found.append(variance / expected_noise(1.0, width))
+        finally:
+            self._layers.set(of_layers)
+        if is_distributed():
+            shared = torch.tensor(found, dtype=torch.float32, device=next(model.parameters()).device)
+            distributed.all_reduce(shared)
+            found = (shared / distributed.get_world_size()).tolist()
+        return found
 
-    def _allocate(self) -> dict[str, int]:
+    def _allocate(self) -> None:
+        """Choose widths of least noise within the budget, and set them."""
         groups = self._groups
         items = [
             [Option(cost, expected_noise(sensitivity, width), width) for width, cost in costs.items()]
             for costs, sensitivity in zip(groups.costs.values(), self._sensitivities, strict=True)
         ]
         chosen = allocate(items, self.budget_bytes - groups.fixed_bytes)
-        widths = {source: each.bit_width for source, each in zip(groups.costs, chosen, strict=True)}
-        _log.info("step %d: bit widths %s", self._steps, widths)
-        self._layers.set({name: groups.width_of(name, widths) for name in self._layers.base})
-        return widths
+        self._widths = {source: each.bit_width for source, each in zip(groups.costs, chosen, strict=True)}
+        _log.info("step %d: bit widths %s", self._steps, self._widths)
+        self._layers.set(self.bit_widths)
 
 
 @dataclass(frozen=True)
