@@ -133,16 +133,9 @@ def bytes_of_step(loss: Callable[[], Tensor], model: torch.nn.Module) -> Allocat
 
 
 def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, mask: Any = None, p: float = 0.0, is_causal: bool = False, **others: Any
 ) -> Tensor:
-    out: Tensor = flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    out: Tensor = flash_attention(q, k, v, p, is_causal, scale=others.get("scale"))[0]
     return out
 
 
