@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,14 +25,9 @@ _LEAST_OF_SEGMENTS = 64
 _CPU_PIECE, _GPU_PIECE = 1 << 17, 1 << 24
 
 
-class PointFunction(Protocol):
-    """A function of one number, applied to each element of a tensor; hashable, equal where it computes the same."""
-
-    def __hash__(self) -> int: ...
-
-    def __call__(self, x: Tensor, /) -> Tensor:
-        """Return a new tensor of the shape and strides of `x`."""
-        ...
+#: A function of one number, applied to each element of a tensor: it returns a new tensor of its shape and strides.
+#: Hashable, equal where it computes the same.
+PointFunction: TypeAlias = Callable[[Tensor], Tensor]
 
 
 def decode_through(

@@ -6,12 +6,12 @@ import dataclasses
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
-from brevact.geometry import DEFAULT_BLOCK, Geometry, packed_bytes
+from brevact.geometry import DEFAULT_BLOCK, packed_bytes
 from brevact.private_names.of_torch import disable_modes
 from brevact.quantizers.apart import ApartQuantizer, aligned
 from brevact.quantizers.backends import refuse_wrapped
@@ -19,7 +19,7 @@ from brevact.quantizers.bits import pack_mask, unpack_mask
 from brevact.quantizers.checks import check_bit_width, check_input, check_number, is_on_host
 from brevact.quantizers.formats.uniform import BIT_WIDTHS, Granularity, UniformQuantizer
 from brevact.quantizers.layout import Layout
-from brevact.quantizers.packed import ActivationQuantizer, Decoder, PackedActivation, PackedSpec, Part
+from brevact.quantizers.packed import PackedActivation, PackedSpec, Part
 from brevact.quantizers.reference import moved_seed, seed_value, words_of
 from brevact.quantizers.rounding import Rounding
 
@@ -48,12 +48,12 @@ class MixingQuantizer:
     mixed: ClassVar[tuple[str, str, str]]
 
     @functools.cached_property
-    def low(self) -> BucketQuantizer:
-        """Quantizer of most buckets."""
+    def low(self) -> Any:
+        """Quantizer of most buckets: ``geometry(layout)`` has a group per bucket, which depends on no other."""
         return self._of(self.mixed[0])
 
     @functools.cached_property
-    def high(self) -> BucketQuantizer:
+    def high(self) -> Any:
         """Quantizer of the others."""
         return self._of(self.mixed[1])
 
@@ -77,7 +77,7 @@ class MixingQuantizer:
         """Whether the codes depend on the seed: by rounding, or by the choice of the buckets."""
         return self.low.is_stochastic or self.high.is_stochastic or 0 < self.probability < 1
 
-    def with_drawn_size(self, numel: int, host_seed: int) -> BucketQuantizer | DrawnMix:
+    def with_drawn_size(self, numel: int, host_seed: int) -> Any:
         """Draw how many buckets of a tensor of so many distinct elements are high, by an int seed.
 
         Returns a quantizer of tensors of that many elements, whose bytes are known beforehand.
@@ -118,13 +118,6 @@ _HIGH_KEY = 0x5851F42D4C957F2D  # moves the seed of the high buckets
 _PLACEMENT_KEY = 0x2545F4914F6CDD1D  # and this one the seed that chooses them
 
 
-class BucketQuantizer(ActivationQuantizer, Decoder, Protocol):
-    """Quantizer of buckets: each run of so many elements has metadata of its own, and depends on no other."""
-
-    def geometry(self, layout: Layout) -> Geometry:
-        """Blocks and groups of a tensor: a group is a bucket."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class DrawnMix(ApartQuantizer):
     """A `MixingQuantizer` for tensors of one size, with the numbers of buckets of each kind drawn, none of them 0.
@@ -133,8 +126,8 @@ class DrawnMix(ApartQuantizer):
     the next multiple of 4; `mask`, one bit a bucket, set where it is high. The ragged last bucket is one as well.
     """
 
-    low: BucketQuantizer
-    high: BucketQuantizer
+    low: Any
+    high: Any
     numel: int
     size: int
     high_count: int
