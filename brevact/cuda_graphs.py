@@ -243,7 +243,7 @@ class _Captured:
             if start is not None and (end is None or end is start)
         ]
         changed = [x for x, version in zip(watched, versions, strict=True) if x._version != version]
-        settings = program.settings()  # alive: their identities are in the key
+        settings = [*map(_settings_of, program.modules)]  # alive: their identities are in the key
 
         @torch.no_grad()
         def replay(tensors: list[Tensor], _settings: Any = settings) -> Any:
@@ -338,10 +338,6 @@ class _Program:
                 if isinstance(value, (*_CONSTANTS, tuple)) and not (name == "lr" and _takes_tensor_lr(group))
             ),
         )
-
-    def settings(self) -> list[Any]:
-        """The policies' settings, whose identities are in ``kind``."""
-        return [settings for module in self.modules for settings in _settings_of(module)]
 
     def numbers(self) -> dict[tuple[nn.Module, str], float]:
         """Numbers that modules hold, such as the counts of calls on which the code of Brevitas' quantizers depends."""

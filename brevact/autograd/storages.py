@@ -211,10 +211,8 @@ class _WeakTensor:
         tensor: Any = self._tensor()
         if tensor is not None:
             tensor._fix_weakref()  # as in :func:`referent`
-        elif self._storage is not None:
-            storage = referent(self._storage)
-            if storage is not None:
-                tensor = torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._view)
+        elif self._storage is not None and (storage := referent(self._storage)) is not None:
+            tensor = torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._view)
         return tensor
 
 

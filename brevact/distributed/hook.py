@@ -190,15 +190,10 @@ class QuantizedHook:
             buffer.div_(group.size())
             return after(distributed.all_reduce(buffer, group=group, async_op=True), lambda: buffer, buffer.is_cpu)
         with torch.no_grad():
-            packs = [
-                pack(
-                    _AS_IT_IS if x.numel() < self.min_numel else self.quantizer,
-                    x,
-                    (self.seed, step, number),
-                    group.rank(),
-                )
-                for x, number in zip(gradients, numbers, strict=True)
-            ]
+            packs = []
+            for x, number in zip(gradients, numbers, strict=True):
+                quantizer = _AS_IT_IS if x.numel() < self.min_numel else self.quantizer
+                packs.append(pack(quantizer, x, (self.seed, step, number), group.rank()))
             message = message_of(packs)
         self.sent_bytes += message.numel()
         self.plain_bytes += buffer.numel() * buffer.element_size()

@@ -348,9 +348,7 @@ def _collects(part: Any) -> bool:
 
 def takes_statistics(scaling: Any) -> bool:
     """Return whether a scale is computed from the activation."""
-    if type(scaling) is not bv.ParameterFromRuntimeStatsScaling:
-        return False
-    return _collects(scaling)
+    return type(scaling) is bv.ParameterFromRuntimeStatsScaling and _collects(scaling)
 
 
 def is_independent(scaling: Any) -> bool:

@@ -230,19 +230,18 @@ _OF_RULES = (*FIELDS, "quantizer", "settings")
 def written(rules: Mapping[Any, Any], layers: Mapping[str, str] | None, report: FitReport | None, version: str) -> str:
     """Return a policy's file text; raises a TypeError for a user's own key or quantizer, which a file cannot name."""
     plain: dict[str, Any] = {"brevact": version}
-    plain["rules"] = [{**key_to_plain(key), **_quantizer(key, source)} for key, source in rules.items()]
+    plain["rules"] = entries = []
+    for key, source in rules.items():
+        subject = key_to_plain(key)
+        try:
+            entries.append({**subject, **to_plain(source)})
+        except TypeError as error:
+            raise TypeError(f"policy rule {json.dumps(subject)}: {error}") from error
     if layers is not None:
         plain["layers"] = dict(layers)
     if report is not None:
         plain["report"] = asdict(report)
     return json.dumps(plain, indent=1) + "\n"
-
-
-def _quantizer(key: Any, source: Any) -> dict[str, Any]:
-    try:
-        return to_plain(source)
-    except TypeError as error:
-        raise TypeError(f"policy rule {json.dumps(key_to_plain(key))}: {error}") from error
 
 
 def read(text: str, source: str, version: str) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ import functools
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -150,9 +151,7 @@ class Policy:
             TypeError: a rule is a function of yours or a type of another library; a quantizer, or one of its settings,
                 is a class or an object of your own. No file is written.
         """
-        text = self.to_json()
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
+        Path(path).write_text(self.to_json(), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Policy:
@@ -166,8 +165,7 @@ class Policy:
             ValueError: it holds no policy, or unknown fields, types, functions, quantizers or settings.
         """
         try:
-            with open(path, encoding="utf-8") as file:
-                text = file.read()
+            text = Path(path).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"{os.fspath(path)} holds no policy: {error}; Policy.save writes one") from error
         return cls(*policy_files.read(text, os.fspath(path), __version__))

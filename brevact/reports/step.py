@@ -78,17 +78,13 @@ class StepReport:
         write_csv(path, [header, *((*pair, self.plain_peak, self.packed_peak) for pair in pairs)])
 
     def __str__(self) -> str:
-        rows = [
-            (
-                name,
-                *(f"{1e3 * value:.1f} ms" for value in statistics.quantiles(seconds, n=4, method="inclusive")),
-                size_text(peak),
-            )
-            for name, seconds, peak in (
-                ("plain", self.plain_seconds, self.plain_peak),
-                ("packed", self.packed_seconds, self.packed_peak),
-            )
-        ]
+        rows = []
+        peaks = self.plain_peak, self.packed_peak
+        for name, seconds, peak in zip(
+            ("plain", "packed"), (self.plain_seconds, self.packed_seconds), peaks, strict=True
+        ):
+            quartiles = statistics.quantiles(seconds, n=4, method="inclusive")
+            rows.append((name, *(f"{1e3 * value:.1f} ms" for value in quartiles), size_text(peak)))
         low, high = self.spread
         lines = [
             text_table(("step", "25 %", "median", "75 %", "peak"), rows),
