@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 from collections import Counter
@@ -73,7 +74,7 @@ class LayerWidths:
 
     def __init__(self, model: nn.Module, weights: SampleWeights | None = None) -> None:
         self.model = model
-        self._settings: dict[tuple[BackwardSettings, int, bool], BackwardSettings] = {}
+        self._with_width = functools.cache(_with_width)  # equal settings are one object
         self.base: dict[str, BackwardSettings] = {}
         _attach_to_all(model)
         for name, hook in _regions(model).items():
@@ -84,10 +85,7 @@ class LayerWidths:
         """Set widths by name; `redrawn` layers get other random bits for the same seeds."""
         for name, hook in _regions(self.model).items():
             if name in widths and name in self.base:
-                key = self.base[name], widths[name], name in redrawn
-                if key not in self._settings:
-                    self._settings[key] = _with_width(*key)
-                hook.settings = self._settings[key]
+                hook.settings = self._with_width(self.base[name], widths[name], name in redrawn)
 
 
 def groups_by_ops(stored: Mapping[int, Sequence[OpMemory]], names: Collection[str]) -> Groups:

@@ -215,14 +215,10 @@ def plain_gradients(model: nn.Module, batch: Any, loss: Loss, seed: int) -> Grad
 
 
 def gradient_noise(
-    model: nn.Module,
-    batches: Sequence[Any],
-    loss: Loss,
-    exact: ExactGradients,
-    draws: int,
-    on_pass: Callable[[], object] = lambda: None,
+    model: nn.Module, batches: Sequence[Any], loss: Loss, exact: ExactGradients, draws: int, *others: Any
 ) -> Distortion:
-    noise_B, bias_B = noise_of_batches(model, batches, loss, exact, draws, on_pass)
+    """Return the means over batches of :func:`noise_of_batches`, of the same arguments, in the unit."""
+    noise_B, bias_B = noise_of_batches(model, batches, loss, exact, draws, *others)
     return Distortion(in_units(noise_B, exact.unit), in_units(bias_B, exact.unit))
 
 
