@@ -409,22 +409,14 @@ def most(training: Training, way: str, name: str, peak: int, room: int) -> int:
     """Return the largest batch or length of a sequence whose peak fits, 0 for none; peaks are nearly proportional."""
     step = _STEPS[name]
     limit = training.most_positions() if name == "sequence" else None
-
-    def peak_at(number: int) -> int:
-        return replace(training, **{name: number}).allocated(way).peak  # type: ignore[arg-type]
-
-    number = getattr(training, name)
-    for _ in range(_TRIALS):
-        number = min(int(number * room / peak), limit or sys.maxsize) // step * step
+    number, trials = getattr(training, name), 0
+    while trials < _TRIALS or peak > room:
+        near = min(int(number * room / peak), limit or sys.maxsize) // step * step
+        number, trials = near if trials < _TRIALS else number - step, trials + 1
         if number < step:
             return 0
-        peak = peak_at(number)
-    while peak > room:
-        number -= step
-        if number < step:
-            return 0
-        peak = peak_at(number)
-    return number
+        peak = replace(training, **{name: number}).allocated(way).peak  # type: ignore[arg-type]
+    return int(number)
 
 
 def _memory(words: str | None) -> int | None:
