@@ -66,17 +66,11 @@ class _Current(threading.local):
 _current = _Current()
 
 
+@dataclasses.dataclass(unsafe_hash=True)  # equal ones for Dynamo, which compiles blocks again whose options differ
 class Partitioner(CustomPartitionerFn):
     """PyTorch's partitioner by minimum cut, whose saved tensors are packed."""
 
-    def __init__(self, budget: tuple[str, float] | None = None) -> None:
-        self.budget = budget
-
-    def __eq__(self, other: object) -> bool:  # for Dynamo, which compiles blocks again whose options differ
-        return isinstance(other, Partitioner) and self.budget == other.budget
-
-    def __hash__(self) -> int:
-        return hash(self.budget)
+    budget: tuple[str, float] | None = None
 
     def uuid(self) -> Any:
         size = seed_of_size() if any(from_text(text).draws_size for text in _current.texts) else 0
