@@ -188,7 +188,9 @@ class SeedStream:
                 self._base = _base_at(self._places)
             place = 0 if device.index is None else device.index + 1
             base = _split_mix(self._base + place * _GOLDEN) % 2**64 if place else self._base
-            stream = self._streams[device] = _seeds(device, base)
+            is_cpu = device.type == "cpu"
+            stream = map(_split_mix, itertools.count(base, _GOLDEN)) if is_cpu else _drawn_seeds(device, base)
+            self._streams[device] = stream
         return next(stream)
 
     def next_on_host(self) -> int:
@@ -242,12 +244,6 @@ def _next_base() -> int:
         _set_count(seed, count + 1)
     digest.update(count.to_bytes(16, "little"))
     return (int.from_bytes(digest.digest()[:8], "little") ^ rank_seed()) & _MASK
-
-
-def _seeds(device: torch.device, base: int) -> Iterator[int | Tensor]:
-    if device.type == "cpu":
-        return map(_split_mix, itertools.count(base, _GOLDEN))
-    return _drawn_seeds(device, base)
 
 
 def _drawn_seeds(device: torch.device, base: int | None) -> Iterator[Tensor]:

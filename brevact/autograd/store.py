@@ -95,11 +95,9 @@ def keep_places(x: Tensor, settings: BackwardSettings, sizes: Sequence[int], low
         return keep_as_it_is(x)
     found = find_shared(x, (kinds[0],))
     if found is None:
-        codes = distinct.to(kinds[0])
-        if bits < 8:
-            found = (pack_codes(codes.flatten(), bits),), decoder_of_places(x.dtype, x.shape, bits)
-        else:
-            found = (codes,), decoder_of_places(x.dtype, x.shape)
+        codes, packs = distinct.to(kinds[0]), bits < 8
+        codes = pack_codes(codes.flatten(), bits) if packs else codes
+        found = (codes,), decoder_of_places(x.dtype, x.shape, bits if packs else 0)
         share_packed(x, (kinds[0],), *found)
     return reported(found)
 

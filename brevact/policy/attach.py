@@ -65,9 +65,7 @@ def attachment_of(model: nn.Module) -> Attachment | None:
     own = attachments_of(model)
     if own:
         return own[0]
-    found: dict[Attachment, None] = {}
-    for module in model.modules():
-        found |= dict.fromkeys(attachments_of(module))
+    found = dict.fromkeys(each for module in model.modules() for each in attachments_of(module))
     first = next(iter(found), None)
     if first is not None and any(each.settings != first.settings for each in found):
         return Attachment()
