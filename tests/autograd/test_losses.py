@@ -142,6 +142,28 @@ def test_losses_near_their_targets_have_little_noise(name):
     assert (exact - want).norm() < 20 * eps * want.norm()
 
 
+class _Classes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.classes = 1
+        return x - 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+@pytest.mark.parametrize("is_hooked", [False, True])
+def test_kl_div_keeps_gradients_of_hooked_inputs_and_of_other_functions(is_hooked):
+    x, target, seen = torch.randn(512, 10, requires_grad=True), torch.rand(512, 10), []
+    with region(EXACT_VALUES):
+        out = x.log_softmax(1) if is_hooked else _Classes.apply(x)
+        if is_hooked:
+            out.register_hook(seen.append)
+        F.kl_div(out, target, reduction="sum").backward()
+    assert torch.equal(seen[0] if is_hooked else x.grad, -target)
+
+
 ROWS, CLASSES = 4133, 2053  # two chunks
 TYPES, REDUCTIONS = (torch.float32, torch.bfloat16, torch.float16, torch.float64), ("mean", "sum", "none")
 

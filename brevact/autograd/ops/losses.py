@@ -411,8 +411,8 @@ def _pair_handler(loss: _PairLoss) -> Callable:
 
         input_shape, input_dtype, target_shape, target_dtype = input.shape, input.dtype, target.shape, target.dtype
         # Log-softmax's gradient of p is 0: p sum(t) - t, which is small near the target, takes the place of -t.
-        is_of_sum = func is F.kl_div and reduction != "none" and not input.retains_grad
-        classes = getattr(input.grad_fn, "classes", None) if is_of_sum else None
+        is_of_sum = func is F.kl_div and reduction != "none" and not (input.retains_grad or input._backward_hooks)
+        classes = getattr(input.grad_fn, "dim_of_log_softmax", None) if is_of_sum else None
 
         def run(ctx: Any, x: Tensor, t: Tensor) -> Tensor:
             out: Tensor = func(x, t, reduction=reduction, **options)

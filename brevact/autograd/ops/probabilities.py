@@ -171,7 +171,7 @@ def _handler(given: _Rule | None = None) -> Callable:
             out: Tensor = func(x, dim, *args, **kwargs)
             save(ctx, *rule.saves(region, out, dim))
             if rule is _LOGARITHMS:
-                ctx.classes = dim
+                ctx.dim_of_log_softmax = dim
             return out
 
         def gradients(needs: tuple[bool, ...], grad: Tensor, *kept: Any) -> tuple[Any, ...]:
