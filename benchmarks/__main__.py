@@ -56,7 +56,7 @@ PLAN: tuple[tuple[str | tuple[str, ...], tuple[str, ...], str], ...] = (
     (_COMPARED, (COMPILED, "LosslessBackward:recompute=1024", "fit:30x"), "bytes,time,noise"),
     ("compiled", tuple(f"{COMPILED}{each}" for each in _COMPILED), "bytes,time,noise"),
     ("qat", (PLAIN, "LosslessBackward", _RESIDUALS, "StochBackward2bit", "DEFAULT"), "bytes,peak,time"),
-    ("trained", ("DEFAULT", "RECOMPUTE", "fit:bytes=DEFAULT", "L4Backward", *_FORMATS), "bytes,noise"),
+    ("trained", ("DEFAULT", "RECOMPUTE", "L4Backward", *_FORMATS), "bytes,noise"),
     ("domains", (PLAIN, "DEFAULT"), "bytes,time"),
     ("lengths", (PLAIN, CHECKPOINT, "DEFAULT", "RECOMPUTE", *_EVERY), "bytes,peak"),
     ("small", (PLAIN, "DEFAULT", "StochBackward2bit"), "bytes,noise"),
