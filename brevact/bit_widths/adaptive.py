@@ -74,7 +74,6 @@ class LayerWidths:
 
     def __init__(self, model: nn.Module, weights: SampleWeights | None = None) -> None:
         self.model = model
-        self._with_width = functools.cache(_with_width)  # equal settings are one object
         self.base: dict[str, BackwardSettings] = {}
         _attach_to_all(model)
         for name, hook in _regions(model).items():
@@ -85,7 +84,7 @@ class LayerWidths:
         """Set widths by name; `redrawn` layers get other random bits for the same seeds."""
         for name, hook in _regions(self.model).items():
             if name in widths and name in self.base:
-                hook.settings = self._with_width(self.base[name], widths[name], name in redrawn)
+                hook.settings = _with_width(self.base[name], widths[name], name in redrawn)
 
 
 def groups_by_ops(stored: Mapping[int, Sequence[OpMemory]], names: Collection[str]) -> Groups:
@@ -156,6 +155,7 @@ def _by_samples(settings: BackwardSettings, weights: SampleWeights) -> BackwardS
     return dataclasses.replace(settings, quantizer=dataclasses.replace(quantizer, weights=weights))
 
 
+@functools.lru_cache(maxsize=1024)  # equal settings are one object
 def _with_width(settings: BackwardSettings, bit_width: int, is_redrawn: bool) -> BackwardSettings:
     plain: Any = type(settings.quantizer)
     kind = {UniformQuantizer: _RedrawnUniform, SampleQuantizer: _RedrawnSample}[plain] if is_redrawn else plain

@@ -78,15 +78,10 @@ def budget_of(words: str) -> dict[str, float] | None:
 
 
 def _one_budget(words: str) -> dict[str, float] | None:
-    found = re.fullmatch(rf"(noise=|time=|peak=|)([-+]?(?:{_NUMBER}))([A-Za-z]*)", words)
+    found = re.fullmatch(rf"(noise=|time=|)([-+]?(?:{_NUMBER}))([A-Za-z]*)", words)
     if found is None:
         return None
     prefix, number, unit = found[1], float(found[2]), found[3]
-    if prefix == "peak=":
-        raise ValueError(
-            f"{words}: a peak is no budget; pass the bytes to save, written 512MiB: the peak, less packed_peak of "
-            "brevact.step_report(model, batch, loss), plus saved_bytes of memory_report"
-        )
     accepted = ("",) if prefix else ("x", *_UNITS)
     size = number * _UNITS.get(unit, 1)
     if not 0 < size < math.inf or (unit == "B" and size < 1):

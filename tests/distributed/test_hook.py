@@ -142,11 +142,6 @@ def test_injectors_are_no_quantizers():
         QuantizedHook(brevact.StochBackward4bit)
 
 
-def test_a_packed_reduce_scatter_is_no_longer_there():
-    with pytest.raises(AttributeError, match="FSDP2 exchanges gradients unpacked"):
-        brevact.distributed.quantized_reduce_scatter  # noqa: B018
-
-
 def test_quantized_hook_refuses_what_is_no_group():
     model = parallel(None)
     model.register_comm_hook("gloo", quantized_hook(brevact.StochBackward2bit))
