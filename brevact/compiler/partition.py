@@ -946,11 +946,12 @@ class Packing:
                 found[node] = self.call(node.target, *args, **options)
             elif node.op == "placeholder":
                 found[node] = x
-        return found[traced.output_node().args[0]]
+        (result,) = traced.output_node().args
+        return found[result]  # type: ignore[index]
 
     def reader_behind(self, place: fx.Node, node: fx.Node) -> fx.Node:
         """Forward's next reader of a tensor: kernels up to it, without a call between them, are compiled as one."""
-        same, found = [node], []
+        same, found = [node], list[fx.Node]()
         for each in same:  # which grows
             for user in self.forward & each.users.keys():
                 (same if packet_of(user) in table.MOVES else found).append(user)
