@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import brevact
 from brevact import DitherBackward4bit
-from brevact.autograd import BackwardSettings, region
+from brevact.autograd import BackwardSettings, derived, region
 from brevact.quantizers import Rounding
 from tests.autograd import ops
 from tests.autograd.database_laws import Outcome, bias_of
@@ -153,3 +153,10 @@ def test_squares_of_products_are_unbiased(scaled):
     torch.manual_seed(0)
     along = torch.stack([gradient(settings(bit_width=3, derive_min_bits=3)) @ want for _ in range(64)])
     assert abs(along.mean() - want @ want) < 5 * along.std() / 64**0.5
+
+
+@pytest.mark.exhaustive
+def test_compiled_levels_of_the_largest_half_precision_are_finite():
+    """Inductor computes in float32, in which they do not overflow, and rounds to float16 at the end."""
+    x = torch.tensor([65504.0, 65472, 65400, -65504, 1]).half()
+    assert derived.gathered(torch.compile(derived.spread)(x)).sub(x).abs().max() <= 80
