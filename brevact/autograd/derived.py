@@ -318,7 +318,7 @@ def keep_source(region: Region, x: Tensor) -> Saved | None:
 
 
 #: Magnitude at which derivatives of activation functions bend, and how far levels there are spread, up to 21 times.
-_BEND, _SPREAD, _FAR = 4.0, 80.0, 1e4
+_BEND, _SPREAD, _FAR = 2.5, 50.0, 1e4
 
 
 def spread(x: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import SymInt, Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from brevact.autograd import derived
 from brevact.autograd.call_arguments import ACTIVATION_DTYPES
@@ -26,7 +25,7 @@ from brevact.compiler import aten as table
 from brevact.compiler.aten import Use, aten, packet_of, prims
 from brevact.compiler.dependence import Dependence, Saved
 from brevact.compiler.integers import Integers, ends_of, numel_of
-from brevact.private_names.of_compiler import detect_fake_mode, select_decomp_table
+from brevact.private_names.of_compiler import detect_fake_mode, make_fx, select_decomp_table
 from brevact.quantizers import Rounding, UniformQuantizer, to_text
 from brevact.quantizers.formats.uniform import BIT_WIDTHS
 from brevact.quantizers.normalizing import FUSED
