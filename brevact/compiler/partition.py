@@ -946,7 +946,7 @@ class Packing:
             elif node.op == "placeholder":
                 found[node] = x
         (result,) = traced.output_node().args
-        return found[result]  # type: ignore[index]
+        return found[result]
 
     def reader_behind(self, place: fx.Node, node: fx.Node) -> fx.Node:
         """Forward's next reader of a tensor: kernels up to it, without a call between them, are compiled as one."""
