@@ -14,6 +14,7 @@ from brevact.autograd.other_code import is_path
 from brevact.quantizers import from_text, to_text
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_bit_width, check_bool, check_int
+from brevact.quantizers.normalizing import has_uniform_codes
 
 
 class SaveMode(str, enum.Enum):
@@ -60,6 +61,11 @@ def bits_of(quantizer: Any) -> int:
     """Return the bits per code, a mean rounded down; 0 for quantizers without a bit width."""
     width = getattr(nominal_quantizer(quantizer), "bit_width", 0)
     return int(width) if isinstance(width, int | float) else 0
+
+
+def has_even_levels(quantizer: Any) -> bool:
+    """Whether a bucket's levels are evenly spaced, so that a function may spread them (``derived.spread``)."""
+    return has_uniform_codes(quantizer) and bits_of(quantizer) <= 8
 
 
 _text_of = functools.lru_cache(maxsize=256)(to_text)
@@ -187,7 +193,6 @@ class BackwardSettings:
         derives = self.derive_min_bits > 0 and not (has["is_exact"] or has["is_lossless"])
         is_plain = save_mode is SaveMode.SAVE_QUANTIZED and has["has_uniform_codes"]
         derives_curved = derives and bits_of(quantizer) >= self.derive_min_bits
-        is_even = has["has_uniform_codes"] and bits_of(quantizer) <= 8
         self.__dict__.update(
             save_mode=save_mode,
             quantizer=quantizer,
@@ -196,7 +201,7 @@ class BackwardSettings:
             keeps_elements=has["keeps_elements"],
             derives=derives,
             derives_curved=derives_curved,
-            spreads=derives_curved and is_even and not self.double_backward,
+            spreads=derives_curved and has_even_levels(quantizer) and not self.double_backward,
             draws_size=draws_size,
             quantizes_forward=has["quantize_forward"] and getattr(quantizer, "for_normalized", None) is not None,
             leaves_ops_to_torch=has["is_exact"] or self.double_backward,

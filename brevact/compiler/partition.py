@@ -20,7 +20,7 @@ from torch import SymInt, Tensor, fx
 from brevact.autograd import derived
 from brevact.autograd.call_arguments import ACTIVATION_DTYPES
 from brevact.autograd.seeds import seed_of_size, seeds_of_graph
-from brevact.autograd.settings import BackwardSettings, SaveMode, bits_of
+from brevact.autograd.settings import BackwardSettings, SaveMode, bits_of, has_even_levels
 from brevact.compiler import aten as table
 from brevact.compiler.aten import Use, aten, packet_of, prims
 from brevact.compiler.dependence import Dependence, Saved
@@ -177,11 +177,11 @@ class Packing:
     def of_backward(self) -> list[fx.Node]:
         return [each for each in self.output.args[0][self.outputs :] if isinstance(each, fx.Node)]
 
-    def backward_nodes(self) -> list[fx.Node]:
+    def backward_nodes(self, without: Container[fx.Node] = ()) -> list[fx.Node]:
         found, waiting = {self.output}, self.of_backward()
         while waiting:
             node = waiting.pop()
-            if node not in found and node not in self.saved and node.op != "placeholder":
+            if not (node in found or node in self.saved or node in without or node.op == "placeholder"):
                 found.add(node)
                 waiting += node.all_input_nodes
         return sorted(found)
@@ -555,7 +555,8 @@ class Packing:
             else:
                 ends.append(node)
         loss = {node for node in inside if inside[node]}
-        freed = set(self.saved) - self._saved_for(loss)
+        others = (node for node in self.backward_nodes(loss) if node is not self.output)
+        freed = set(self.saved).difference(self.of_backward(), *(node.all_input_nodes for node in others))
         uses = {each.node: each for each in self.dependence.saved}
         floats = [node for node in freed if isinstance(node.meta.get("val"), Tensor) and node.op == "call_function"]
         before = sum(numel_of(each) * self.bits(uses[each]) if each in uses else self.bits_of(each) for each in floats)
@@ -571,8 +572,8 @@ class Packing:
         for node in ends:
             with self.insert_after(node):
                 product = self._like(node, self.call(aten.mul.Tensor, copies[node], tangent))
-            stay = loss | {product}
-            node.replace_all_uses_with(product, delete_user_cb=lambda user, stay=stay: user not in stay)  # type: ignore[misc]
+            readers = node.users.keys() - loss - {product}
+            node.replace_all_uses_with(product, delete_user_cb=readers.__contains__)
             self.gradients.add(product)
             self.saved[copies[node]] = None
         for nodes in (self.live, self.activations):
@@ -586,16 +587,6 @@ class Packing:
             return False
         is_linear = packet_of(node) in table.ADDITIVE or packet_of(node) in (aten.mul, aten.div)
         return is_linear and value.dtype in (torch.float32, torch.bfloat16, torch.float64)
-
-    def _saved_for(self, without: Container[fx.Node]) -> set[fx.Node]:
-        """The saved tensors that backward reads without some of its nodes."""
-        found, waiting = set[fx.Node](), self.of_backward()
-        while waiting:
-            node = waiting.pop()
-            if node not in found and node not in without:
-                found.add(node)
-                waiting += [] if node in self.saved or node.op == "placeholder" else node.all_input_nodes
-        return found & set(self.saved)
 
     def save_what_lacks_to_one(self) -> None:
         """Save 1 - p for a row's probability p above 1/2, and its place: sure networks' gradients are of that size.
@@ -905,8 +896,7 @@ class Packing:
         viewed, *statistics = self.statistics(node, settings) or (node,)
         if statistics and settings.for_normalized is not None:
             quantizer = settings.for_normalized.quantizer
-        is_even = getattr(quantizer, "has_uniform_codes", False) and bits_of(quantizer) <= 8
-        spreads = is_smooth and is_even and not statistics
+        spreads = is_smooth and has_even_levels(quantizer) and not statistics
         text, x, after = to_text(quantizer), node, max(each for each in (node, viewed, *statistics) if each is not None)
         place = self.reader_behind(after, node)
         if self.is_key(node):

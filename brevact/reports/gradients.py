@@ -423,7 +423,11 @@ def gradient_report(
             rows.append(LayerNoise(*layer, chain.readers, chain.bit_widths, chain.saved_bytes, *noise, *bias, tail))
     notes = [memory.note, *notes, note_on({row.layer: (row.noise, row.tail) for row in rows})]
     return GradientReport(
-        *(tuple(rows), *whole.noise, *whole.bias),
+        rows=tuple(rows),
+        noise=whole.noise.value,
+        noise_error=whole.noise.error,
+        bias=whole.bias.value,
+        bias_error=whole.bias.error,
         saved_bytes=memory.saved_bytes,
         plain_bytes=memory.plain_bytes,
         unit=exact.unit.value,
