@@ -28,7 +28,7 @@ from tqdm import tqdm
 import brevact
 from benchmarks.quantizers import times
 from benchmarks.records import append_rows, print_table
-from brevact.autograd.settings import DEFAULT_MIN_NUMEL
+from brevact.autograd.region.settings import DEFAULT_MIN_NUMEL
 from brevact.injectors.injector_type import BackwardInjectorType
 from recipes.data import LOADERS, Batches
 from recipes.models import efficientnetv2

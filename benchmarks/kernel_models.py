@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.step import Model, Step, own_loss, supervised
-from brevact.autograd import library_functions
-from brevact.autograd.other_code import watch_forward
+from brevact.autograd.interop import library_functions
+from brevact.autograd.interop.other_code import watch_forward
 
 _WIDTH, _WIDE, _HEADS, _LAYERS, _TOKENS, _VOCABULARY, _RANK = 512, 1408, 8, 2, 64, 512, 8
 

@@ -3,7 +3,7 @@
 from brevact import distributed as distributed
 from brevact.autograd import BackwardSettings as BackwardSettings
 from brevact.autograd import SaveMode as SaveMode
-from brevact.autograd.seeds import noise_count as noise_count
+from brevact.autograd.region.seeds import noise_count as noise_count
 from brevact.bit_widths.adaptive import ActnnLevel as ActnnLevel
 from brevact.bit_widths.adaptive import Adaptive as Adaptive
 from brevact.bit_widths.adaptive import actnn_level as actnn_level

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from brevact.autograd.running import nodes_behind
+from brevact.autograd.region.running import nodes_behind
 from brevact.private_names.of_torch import WeakTensorKeyDictionary, tree_flatten, tree_unflatten
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_int

@@ -23,9 +23,9 @@ OF_ALL_OPS = (
     Stored(
         "Functions of Liger, Unsloth, flash-attn, xformers, fla, mamba-ssm, causal-conv1d, Transformer Engine, apex, "
         "torchao's float8 and spconv",
-        "by a table (`brevact/autograd/library_functions.py`) of tensors and library versions: activations packed, "
-        "query and key of attention kernels at 8 bits, gradients at 6, statistics, logarithms of sums and compared "
-        "tensors as in PyTorch; results of norms and gates derive from what these save. Other versions: as "
+        "by a table (`brevact/autograd/interop/library_functions.py`) of tensors and library versions: activations "
+        "packed, query and key of attention kernels at 8 bits, gradients at 6, statistics, logarithms of sums and "
+        "compared tensors as in PyTorch; results of norms and gates derive from what these save. Other versions: as "
         "the next row",
         "as of the op that the kernel computes",
     ),

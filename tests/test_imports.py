@@ -19,7 +19,7 @@ LAYERS = (
     ("private_names", "geometry", "heap", "user_lines", "version"),
     ("cpu_kernels", "triton_kernels"),
     ("quantizers",),
-    ("arguments", "autograd", "compiler", "cuda_graphs", "tables"),
+    ("arguments", "autograd", "compiler", "cuda_graphs", "qat", "tables"),
     ("injectors", "quant"),
     ("nn",),
     ("policy",),

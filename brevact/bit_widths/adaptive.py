@@ -17,9 +17,9 @@ from torch import Tensor, distributed, nn
 
 from brevact.arguments import check_model, check_state
 from brevact.autograd import BackwardSettings, attach_region, has_region
-from brevact.autograd.hooks import regions_of
-from brevact.autograd.running import is_distributed
-from brevact.autograd.storage_report import DERIVED, PACKED
+from brevact.autograd.region.module_hooks import regions_of
+from brevact.autograd.region.running import is_distributed
+from brevact.autograd.saving.storage_report import DERIVED, PACKED
 from brevact.bit_widths.budgets import BIT_WIDTHS, Groups, Option, allocate, bytes_of_budget
 from brevact.bit_widths.samples import SampleNorms
 from brevact.injectors import StochBackward2bitPerSample, StochBackward4bit

@@ -25,8 +25,8 @@ from torch import nn
 from brevact import injectors
 from brevact.arguments import check_model
 from brevact.autograd import attach_region, detach_region
-from brevact.autograd.hooks import Attachment, regions_of, takes_hooks
-from brevact.autograd.storage_report import DERIVED, PACKED, SMALL
+from brevact.autograd.region.module_hooks import Attachment, regions_of, takes_hooks
+from brevact.autograd.saving.storage_report import DERIVED, PACKED, SMALL
 from brevact.bit_widths.budgets import BIT_WIDTHS, SLACK, TRIES, Budget, BudgetRefusal, Groups, Option, budget_of
 from brevact.injectors import backward_settings_from
 from brevact.injectors.proxies import modules_without_own_region, names_of

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
-from brevact.autograd.rows import row_of
-from brevact.autograd.seeds import seed_of_size
-from brevact.autograd.settings import BackwardSettings, bits_of
+from brevact.autograd.region.rows import row_of
+from brevact.autograd.region.seeds import seed_of_size
+from brevact.autograd.region.settings import BackwardSettings, bits_of
 from brevact.compiler import FULL_PRECISION, MARK
 from brevact.compiler.budget import Plan, Recomputation
 from brevact.compiler.partition import (

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from brevact.autograd.rows import ROWS
-from brevact.autograd.running import NO_ROUNDED_NORMS, active, before_first_region
-from brevact.autograd.settings import BackwardSettings
+from brevact.autograd.region.rows import ROWS
+from brevact.autograd.region.running import NO_ROUNDED_NORMS, active, before_first_region
+from brevact.autograd.region.settings import BackwardSettings
 from brevact.compiler import FULL_PRECISION
 from brevact.compiler.results import is_recomputed
 from brevact.private_names.of_torch import (

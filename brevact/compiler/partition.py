@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import SymInt, Tensor, fx
 
-from brevact.autograd import derived
 from brevact.autograd.call_arguments import ACTIVATION_DTYPES
-from brevact.autograd.seeds import seed_of_size, seeds_of_graph
-from brevact.autograd.settings import BackwardSettings, SaveMode, bits_of, has_even_levels
+from brevact.autograd.deriving import derived
+from brevact.autograd.region.seeds import seed_of_size, seeds_of_graph
+from brevact.autograd.region.settings import BackwardSettings, SaveMode, bits_of, has_even_levels
 from brevact.compiler import aten as table
 from brevact.compiler.aten import Use, aten, packet_of, prims
 from brevact.compiler.dependence import Dependence, Saved

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from brevact.autograd import storage_report
-from brevact.autograd.running import active
+from brevact.autograd.region.running import active
+from brevact.autograd.saving import storage_report
 from brevact.private_names.of_torch import (
     COMPILED,
     function_stack_at,

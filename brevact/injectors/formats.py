@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from dependencies import value
 
-from brevact.autograd.settings import DEFAULT_RECOMPUTE
+from brevact.autograd.region.settings import DEFAULT_RECOMPUTE
 from brevact.injectors.class_protocol import Fragment, InjectorClass
 from brevact.injectors.fragments import (
     BackwardQuantSolver,

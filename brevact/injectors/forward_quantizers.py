@@ -2,7 +2,7 @@
 
 The first packing region patches the ``brevitas.core`` classes that quantize or take statistics to look for a region;
 until then Brevitas is unchanged. Inside a packing region, integer quantizers compute by
-``brevact.autograd.ops.fake_quantization`` the results that their own ops compute everywhere else; binary, ternary and
+``brevact.qat.fake_quantization`` the results that their own ops compute everywhere else; binary, ternary and
 minifloat quantizers, learned bit widths, and integers that no kernel computes run their own ops, whose tensors stay
 unpacked. Instances do not change, so copies, pickles, loaded state dicts, rebuilt quantizers and shared proxies keep
 working. Unchanged are: scripted quantizers (``BREVITAS_JIT=1``) and those in traced graphs; those with learned rounding
@@ -21,9 +21,7 @@ from brevitas.config import JIT_ENABLED
 from torch import Tensor, nn
 
 import brevact.private_names.of_brevitas as bv
-from brevact.autograd.ops.fake_quantization import fake_quantize
-from brevact.autograd.ops.forward_statistics import absolute_percentile, magnitude_of_all, weight_statistics
-from brevact.autograd.running import before_first_region, packing_region
+from brevact.autograd.region.running import before_first_region, packing_region
 from brevact.injectors.known_quantizers import (
     STATISTICS_OF_WEIGHTS,
     integers_of,
@@ -31,6 +29,8 @@ from brevact.injectors.known_quantizers import (
     known_quantizer,
     takes_statistics,
 )
+from brevact.qat.fake_quantization import fake_quantize
+from brevact.qat.forward_statistics import absolute_percentile, magnitude_of_all, weight_statistics
 
 
 def statistics(stock: Callable, stats: bv._Stats, input: Tensor) -> Any:

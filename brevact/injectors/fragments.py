@@ -15,7 +15,7 @@ from dependencies import value
 from torch import nn
 
 from brevact.autograd import BackwardSettings, SaveMode
-from brevact.autograd.settings import (
+from brevact.autograd.region.settings import (
     DEFAULT_DERIVE_MIN_BITS,
     DEFAULT_MIN_NUMEL,
     DEFAULT_RECOMPUTE,

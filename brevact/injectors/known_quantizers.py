@@ -18,9 +18,6 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 import brevact.private_names.of_brevitas as bv
-from brevact.autograd.ops.fake_quantization import Integers, fake_quantize
-from brevact.autograd.ops.forward_statistics import learned_scale, scale_of_magnitudes, weight_statistics
-from brevact.autograd.ops.one_pass import Range
 from brevact.private_names.of_torch import (
     DisableTorchFunction,
     global_backward_hooks,
@@ -30,6 +27,9 @@ from brevact.private_names.of_torch import (
     has_foreign_global_hook,
     no_dispatch_modes,
 )
+from brevact.qat.fake_quantization import Integers, fake_quantize
+from brevact.qat.forward_statistics import learned_scale, scale_of_magnitudes, weight_statistics
+from brevact.qat.one_pass import Range
 
 _DETERMINISTIC = (bv.RoundSte, bv.FloorSte, bv.CeilSte, bv.RoundToZeroSte, bv.DPURoundSte)
 _CLAMPS = (bv.TensorClamp, bv.TensorClampSte, bv.InplaceTensorClampSte)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from brevact.autograd import BackwardSettings, attach_region, has_region
-from brevact.autograd.hooks import takes_hooks
+from brevact.autograd.region.module_hooks import takes_hooks
 from brevact.private_names.of_brevitas import COMPILED_CELL, QuantProxyFromInjector, QuantRecurrentLayerMixin
 
 #: Packages of Brevitas that hold quantizers' parts, and no layers.

@@ -19,8 +19,15 @@ from torch.nn.parameter import is_lazy
 
 from brevact.arguments import check_model
 from brevact.autograd import BackwardSettings, attach_region, detach_region, has_region, region
-from brevact.autograd.hooks import Attachment, attachments_of, inherit_region, inherited_region, regions_of, takes_hooks
-from brevact.autograd.settings import with_overrides
+from brevact.autograd.region.module_hooks import (
+    Attachment,
+    attachments_of,
+    inherit_region,
+    inherited_region,
+    regions_of,
+    takes_hooks,
+)
+from brevact.autograd.region.settings import with_overrides
 from brevact.compiler.marks import TracingMode, skipped_by_dynamo, text_of
 from brevact.injectors import backward_settings_from
 from brevact.injectors.proxies import modules_without_own_region

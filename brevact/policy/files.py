@@ -25,7 +25,7 @@ from torch import nn
 
 from brevact import quant
 from brevact.autograd import BackwardSettings
-from brevact.autograd.rows import OP_NAMES
+from brevact.autograd.region.rows import OP_NAMES
 from brevact.injectors.class_protocol import InjectorClass
 from brevact.injectors.injector_type import FORWARD_PREFIX, BackwardInjectorType
 from brevact.injectors.resolve import BackwardQuantizer, backward_settings_from

@@ -9,7 +9,7 @@ from torch import nn
 
 from brevact.arguments import check_model, check_state
 from brevact.autograd import BackwardSettings
-from brevact.autograd.hooks import regions_of
+from brevact.autograd.region.module_hooks import regions_of
 from brevact.injectors import BackwardQuantProxy
 from brevact.injectors.resolve import with_quantizers
 from brevact.quantizers import MixingQuantizer

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from brevact.autograd.rows import is_torch_function
+from brevact.autograd.region.rows import is_torch_function
 from brevact.injectors.proxies import activations_of, is_quant_proxy
 
 _of_classes: weakref.WeakKeyDictionary[type, frozenset[str]] = weakref.WeakKeyDictionary()

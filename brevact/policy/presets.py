@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torch.nn import functional as F
 
-from brevact.autograd.settings import BackwardSettings, bits_of
+from brevact.autograd.region.settings import BackwardSettings, bits_of
 from brevact.injectors import DitherBackward2bit, DitherBackward3bit, DitherBackward4bit, DitherBackward6bit
 from brevact.injectors.resolve import BackwardQuantizer
 from brevact.policy import files as policy_files

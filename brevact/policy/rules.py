@@ -11,11 +11,12 @@ from typing import Any
 from torch import nn
 
 from brevact.arguments import check_model
-from brevact.autograd import BackwardSettings, has_region, other_code
-from brevact.autograd.hooks import attachments_of, inherited_region, is_shareable, regions_of
-from brevact.autograd.library_functions import is_exact_alone
-from brevact.autograd.rows import OP_NAMES, is_torch_function
-from brevact.autograd.settings import with_functions, with_overrides
+from brevact.autograd import BackwardSettings, has_region
+from brevact.autograd.interop import other_code
+from brevact.autograd.interop.library_functions import is_exact_alone
+from brevact.autograd.region.module_hooks import attachments_of, inherited_region, is_shareable, regions_of
+from brevact.autograd.region.rows import OP_NAMES, is_torch_function
+from brevact.autograd.region.settings import with_functions, with_overrides
 from brevact.injectors import backward_settings_from
 from brevact.injectors.injector_type import BackwardInjectorType
 from brevact.injectors.proxies import BackwardQuantProxy, described, is_quant_proxy, modules_without_own_region

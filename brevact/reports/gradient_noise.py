@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from brevact.autograd import regions_disabled, running
-from brevact.autograd.running import nodes_behind
-from brevact.autograd.seeds import kept_generators, seeded
+from brevact.autograd import regions_disabled
+from brevact.autograd.region import running
+from brevact.autograd.region.running import nodes_behind
+from brevact.autograd.region.seeds import kept_generators, seeded
 from brevact.quantizers.brief import brief
 from brevact.reports.in_place import ModelBefore, is_compiled, uncompiled
 

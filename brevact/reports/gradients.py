@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from brevact.arguments import check_model
 from brevact.autograd import BackwardSettings, attach_region, current_region, detach_region
-from brevact.autograd.hooks import regions_of, takes_hooks
+from brevact.autograd.region.module_hooks import regions_of, takes_hooks
 from brevact.injectors import BackwardQuantProxy
 from brevact.injectors.proxies import names_of
 from brevact.policy.attach import attach_policy

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from brevact.autograd.hooks import attachments_of, regions_of
-from brevact.autograd.seeds import kept_generators
-from brevact.autograd.storages import storage_address
+from brevact.autograd.region.module_hooks import attachments_of, regions_of
+from brevact.autograd.region.seeds import kept_generators
+from brevact.autograd.saving.storages import storage_address
 from brevact.user_lines import warn
 
 #: Containers; subclasses are refilled with the base class's own methods.

@@ -17,10 +17,10 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from brevact.arguments import check_model
 from brevact.autograd import region, regions_disabled
-from brevact.autograd.hooks import regions_of
-from brevact.autograd.other_code import as_function, is_of_torch
-from brevact.autograd.running import is_distributed, measuring_hooks, nodes_behind
-from brevact.autograd.storage_report import (
+from brevact.autograd.interop.other_code import as_function, is_of_torch
+from brevact.autograd.region.module_hooks import regions_of
+from brevact.autograd.region.running import is_distributed, measuring_hooks, nodes_behind
+from brevact.autograd.saving.storage_report import (
     DERIVED,
     EXACT,
     FULL_PRECISION,
@@ -31,8 +31,8 @@ from brevact.autograd.storage_report import (
     PACKED,
     recording,
 )
-from brevact.autograd.storages import bytes_of, parts_of, referent, storage_address
-from brevact.autograd.weights import is_parameter_or_view
+from brevact.autograd.saving.storages import bytes_of, parts_of, referent, storage_address
+from brevact.autograd.saving.weights import is_parameter_or_view
 from brevact.injectors.proxies import names_of
 from brevact.policy.attach import attach_policy
 from brevact.reports.batches import arguments_of, tensors_of, without_surroundings

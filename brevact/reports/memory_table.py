@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from brevact.autograd.storage_report import DERIVED, ON_BACKWARD, PACKED
+from brevact.autograd.saving.storage_report import DERIVED, ON_BACKWARD, PACKED
 from brevact.tables import MIB, MOST_BARS, plot_bars, size_text, text_table, write_csv
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from brevact.arguments import check_model
 from brevact.autograd import current_region, region, regions_disabled
-from brevact.autograd.hooks import regions_of
+from brevact.autograd.region.module_hooks import regions_of
 from brevact.policy.attach import attach_policy, region_of_step
 from brevact.private_names.of_torch import allocations, quietly
 from brevact.quantizers.checks import check_int

@@ -16,8 +16,8 @@ from torch import Tensor, distributed, nn
 
 from brevact.arguments import check_model, check_state
 from brevact.autograd import has_region
-from brevact.autograd.running import is_distributed
-from brevact.autograd.seeds import noise_count
+from brevact.autograd.region.running import is_distributed
+from brevact.autograd.region.seeds import noise_count
 from brevact.bit_widths.adaptive import Adaptive
 from brevact.bit_widths.spec import PolicySpec, parse_policy
 from brevact.policy.attach import quantize_backward, region_of_step, restore_backward

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from triton.runtime.autotuner import Autotuner
 
-from brevact.autograd.library_functions import SETS, is_exact_alone
-from brevact.autograd.other_code import name_of
+from brevact.autograd.interop.library_functions import SETS, is_exact_alone
+from brevact.autograd.interop.other_code import name_of
 from tests.autograd.library_stand_ins import weight
 from tests.autograd.test_library_functions import activation, check_gradients
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from brevact.autograd import BackwardSettings, region
-from brevact.autograd.settings import DEFAULT_MIN_NUMEL
+from brevact.autograd.region.settings import DEFAULT_MIN_NUMEL
 from tests.autograd.database_laws import Outcome, dense, loss_of
 
 try:

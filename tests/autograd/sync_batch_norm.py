@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from brevact.autograd.other_code import watch_forward
+from brevact.autograd.interop.other_code import watch_forward
 
 
 class SavesStatistics(torch.autograd.Function):

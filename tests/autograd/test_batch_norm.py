@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import brevact
-from brevact.autograd import BackwardSettings, region, storage_report
+from brevact.autograd import BackwardSettings, region
+from brevact.autograd.saving import storage_report
 from brevact.quantizers import Rounding, UniformQuantizer, denormalize, normalize
 from tests.autograd import ops
 from tests.autograd.measuring import NEAREST, layer_gradients, run_op, settings, watch_saved

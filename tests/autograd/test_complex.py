@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import brevact
 from brevact import LosslessBackward, StochBackward2bit
 from brevact.autograd import BackwardSettings, SaveMode, region
-from brevact.autograd.storage_report import NO_FLOATS, recording
+from brevact.autograd.saving.storage_report import NO_FLOATS, recording
 from tests.autograd.measuring import Mirrored, settings, watch_saved
 
 

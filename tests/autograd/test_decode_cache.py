@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import brevact
-from brevact.autograd.held_outputs import MOST_HELD, Cache, decoded
+from brevact.autograd.deriving.cache import MOST_HELD, Cache, decoded
 
 
 class _Decoder:

@@ -7,7 +7,7 @@ import torch
 
 import brevact
 from brevact import DitherBackward4bit, L4Backward, NearestBackward4bit, StochBackward4bit
-from brevact.autograd.saved import decoder_of_packed
+from brevact.autograd.saving.saved import decoder_of_packed
 from brevact.quantizers.backends import without_kernels
 from tests.quantizers.same_values import assert_same_values
 

@@ -14,7 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import brevact
 from brevact import StochBackward2bit, StochBackward4bit, StochBackward8bit
-from brevact.autograd import SaveMode, current_region, derived, expressions, held_outputs, known_values, region
+from brevact.autograd import SaveMode, current_region, region
+from brevact.autograd.deriving import cache as held_outputs
+from brevact.autograd.deriving import derived, expressions, known_values
 from tests.autograd.measuring import settings, watch_saved
 
 FOUR = settings(bit_width=4)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import brevact
-from brevact.autograd import storage_report
+from brevact.autograd.saving import storage_report
 
 
 def _nested(x):

@@ -12,8 +12,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import brevact
-from brevact.autograd import BackwardSettings, held_outputs, region, storage_report
-from brevact.autograd.layer_recompute import MOST_NESTED, ChannelsAgain
+from brevact.autograd import BackwardSettings, region
+from brevact.autograd.deriving import cache as held_outputs
+from brevact.autograd.deriving.layers import MOST_NESTED, ChannelsAgain
+from brevact.autograd.saving import storage_report
 from recipes.models.efficientnetv2 import efficientnetv2
 from recipes.models.resnet import ResNet20
 from tests.autograd.measuring import Mirrored, settings, watch_saved

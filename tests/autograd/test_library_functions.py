@@ -14,9 +14,10 @@ from torch.nn import functional as F
 
 import brevact
 from brevact import LosslessBackward, Policy, StochBackward2bit, StochBackward4bit, StochBackward8bit
-from brevact.autograd import BackwardSettings, library_functions, region
-from brevact.autograd.library_functions import BY_MODULE, EXACT, GRADIENT, SCORES, SETS, SMOOTH
-from brevact.autograd.other_code import find, name_of, watch_forward
+from brevact.autograd import BackwardSettings, region
+from brevact.autograd.interop import library_functions
+from brevact.autograd.interop.library_functions import BY_MODULE, EXACT, GRADIENT, SCORES, SETS, SMOOTH
+from brevact.autograd.interop.other_code import find, name_of, watch_forward
 from tests.autograd.library_stand_ins import STAND_INS
 from tests.autograd.measuring import Mirrored, watch_saved
 from tests.autograd.sync_batch_norm import SavesStatistics

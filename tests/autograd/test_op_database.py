@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_map
 import brevact
 from brevact import DitherBackward4bit, StochBackward2bit
 from brevact.autograd import BackwardSettings, region
+from brevact.autograd.interop.other_code import is_of_torch
 from brevact.autograd.ops import OPS as FAMILIES
 from brevact.autograd.ops.op import EXACT, Saves
-from brevact.autograd.other_code import is_of_torch
-from brevact.autograd.rows import row_of
+from brevact.autograd.region.rows import row_of
 from tests.autograd.database_laws import are_same, bias_of, broken_laws, settings_of
 from tests.autograd.op_database import (
     KINDS,

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import brevact
 from brevact import DEFAULT, LosslessBackward, NearestBackward4bit, Policy, StochBackward2bit, StochBackward4bit
-from brevact.autograd import storage_report
-from brevact.autograd.other_code import label_of, name_of, watch_forward
+from brevact.autograd.interop.other_code import label_of, name_of, watch_forward
+from brevact.autograd.saving import storage_report
 from tests.autograd.measuring import watch_saved
 
 

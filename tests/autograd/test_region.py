@@ -23,7 +23,7 @@ from brevact.autograd import (
     has_region,
     region,
 )
-from brevact.autograd.running import active
+from brevact.autograd.region.running import active
 from brevact.private_names.of_torch import top_hooks
 from brevact.quantizers import Rounding
 from tests.autograd.leaves import every_leaf

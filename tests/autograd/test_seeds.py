@@ -18,7 +18,7 @@ import brevact
 import brevact.nn as bnn
 from brevact import StochBackward2bit, StochBackward2bit4bitMix, StochBackward8bit
 from brevact.autograd import region
-from brevact.autograd.hooks import regions_disabled
+from brevact.autograd.region.module_hooks import regions_disabled
 from brevact.trainers.training_policy import kept_random_state
 from tests.autograd.leaves import every_noisy_leaf, packs, wide
 from tests.autograd.measuring import watch_saved

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from brevact.autograd.ops.forward_statistics import _among_the_largest, kth_magnitude
+from brevact.qat.forward_statistics import _among_the_largest, kth_magnitude
 
 SIZE = 512 * 64 + 77
 

@@ -15,9 +15,10 @@ from torch.nn import functional as F
 
 import brevact
 from brevact import StochBackward2bit
-from brevact.autograd import attach_region, region, store
-from brevact.autograd.settings import BackwardSettings
-from brevact.autograd.storages import find_record, find_shared, referent, share_packed
+from brevact.autograd import attach_region, region
+from brevact.autograd.region.settings import BackwardSettings
+from brevact.autograd.saving import store
+from brevact.autograd.saving.storages import find_record, find_shared, referent, share_packed
 from brevact.quantizers import Rounding, UniformQuantizer
 from tests.autograd.measuring import settings, watch_saved
 

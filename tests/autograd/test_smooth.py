@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 import brevact
 from brevact import DitherBackward4bit
-from brevact.autograd import BackwardSettings, derived, region
+from brevact.autograd import BackwardSettings, region
+from brevact.autograd.deriving import derived
 from brevact.quantizers import Rounding
 from tests.autograd import ops
 from tests.autograd.database_laws import Outcome, bias_of

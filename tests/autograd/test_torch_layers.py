@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from brevact.autograd import BackwardSettings, SaveMode, region
-from brevact.autograd.regions import Region
+from brevact.autograd.region.regions import Region
 from tests.autograd.measuring import NEAREST, layer_gradients, settings, watch_saved
 
 EPS = torch.finfo(torch.float32).eps

@@ -19,7 +19,7 @@ with warnings.catch_warnings():
 
 from torchao.quantization import quantize_
 
-from brevact.autograd.ops.torch_fake_quantization import FAKE_QUANTIZATION
+from brevact.qat.torch_fake_quantization import FAKE_QUANTIZATION
 
 _TOKENS = {"dtype": torch.int8, "granularity": "per_token", "is_symmetric": False}
 _GROUPS = {"dtype": torch.int4, "group_size": 32}

@@ -17,7 +17,10 @@ from torch.nn import functional as F
 
 import brevact
 from brevact import LosslessBackward, Policy, StochBackward2bit, StochBackward8bit
-from brevact.autograd import known_values, library_functions, region, rows
+from brevact.autograd import region
+from brevact.autograd.deriving import known_values
+from brevact.autograd.interop import library_functions
+from brevact.autograd.region import rows
 from tests.autograd.measuring import settings
 from tests.libraries import run_interpreted
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from brevact.autograd import region
-from brevact.autograd.rows import OP_NAMES
+from brevact.autograd.region.rows import OP_NAMES
 from tests.autograd.exactness import assert_exact, run_exactly
 from tests.autograd.measuring import settings
 

@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import brevact
 from brevact import BackwardSettings, DitherBackward4bit, NearestBackward4bit, SaveMode, StochBackward2bit
-from brevact.autograd import region, storage_report
+from brevact.autograd import region
+from brevact.autograd.saving import storage_report
 from tests.autograd import ops
 from tests.autograd.database_laws import are_same
 from tests.autograd.measuring import watch_saved

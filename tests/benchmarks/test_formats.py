@@ -3,7 +3,7 @@ import torch
 
 import brevact
 from benchmarks import formats
-from brevact.autograd.settings import DEFAULT_MIN_NUMEL
+from brevact.autograd.region.settings import DEFAULT_MIN_NUMEL
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import brevact
 from brevact import Adaptive, StochBackward2bit, StochBackward4bit
-from brevact.autograd.hooks import regions_of
+from brevact.autograd.region.module_hooks import regions_of
 from brevact.reports.gradient_noise import exact_gradients, gradient_noise
 from brevact.reports.memory import memory_of
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import brevact
 from brevact import BackwardSettings, Policy, StochBackward2bit, StochBackward4bit
-from brevact.autograd.rows import OP_NAMES
+from brevact.autograd.region.rows import OP_NAMES
 from brevact.injectors import backward_settings_from
 from brevact.policy.files import LAYER_TYPES, LEAVES, PREDICATES, from_plain, to_plain
 from brevact.quantizers import Granularity, Rounding, UniformQuantizer

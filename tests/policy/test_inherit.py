@@ -16,7 +16,7 @@ import brevact
 import brevact.nn as bnn
 from brevact import NearestBackward4bit, StochBackward2bit, StochBackward4bit, StochBackward8bit
 from brevact.autograd import current_region
-from brevact.autograd.hooks import inherited_region, regions_of
+from brevact.autograd.region.module_hooks import inherited_region, regions_of
 from brevact.policy.attach import attachment_of
 from tests.autograd.measuring import watch_saved
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import brevact
 from brevact import MixSchedule, SaveMode, SignMagnitudeBackward, StochBackward2bit, StochBackward2bit4bitMix
 from brevact import nn as bnn
-from brevact.autograd.hooks import regions_of
+from brevact.autograd.region.module_hooks import regions_of
 
 
 def model(source: object = StochBackward2bit4bitMix) -> nn.Module:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import brevact
 from brevact import StochBackward2bit
 from brevact.autograd import has_region
-from brevact.autograd.hooks import regions_of
+from brevact.autograd.region.module_hooks import regions_of
 from brevact.policy.rules import layers_of
 from tests.crosses import taking_turns
 

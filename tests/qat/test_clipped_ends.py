@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 import brevact
 from brevact import LosslessBackward, StochBackward2bit
-from brevact.autograd import known_values
-from brevact.autograd.saved import SavedByHook
+from brevact.autograd.saving.saved import SavedByHook
+from brevact.qat import integer_codes
 
 SHAPE = (4, 32, 16, 24)
 NUMEL = 4 * 32 * 16 * 24
@@ -125,7 +125,7 @@ def test_gradients_are_those_of_whole_integers(how: str, signed: bool, monkeypat
             return scale_gradient(model, loss, x)
 
     found = gradients()
-    monkeypatch.setattr(known_values, "MIN_NUMEL", sys.maxsize)
+    monkeypatch.setattr(integer_codes, "MIN_NUMEL", sys.maxsize)
     for one, other in zip(found, gradients(), strict=True):
         assert torch.equal(one, other)
 
@@ -146,7 +146,7 @@ def test_what_a_relu_set_to_zero_has_the_integer_of_the_zero_point(
     x = torch.randn(SHAPE, requires_grad=True)
     assert kept_bytes(model, x) <= NUMEL * 4 // 8 + 64  # of some, a mask of the ReLU, too
     found = scale_gradient(model, weighted, x)
-    monkeypatch.setattr(known_values, "MIN_NUMEL", sys.maxsize)
+    monkeypatch.setattr(integer_codes, "MIN_NUMEL", sys.maxsize)
     for one, other in zip(found, scale_gradient(model, weighted, x), strict=True):
         assert torch.equal(one, other)
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import brevact
 from brevact import LosslessBackward
-from brevact.autograd.ops import fake_quantization
+from brevact.qat import fake_quantization
 
 ROWS, FEATURES, GROUP = 24, 64, 16
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import brevact
 from brevact import LosslessBackward
-from brevact.autograd.ops.forward_statistics import scale_of_magnitudes
+from brevact.qat.forward_statistics import scale_of_magnitudes
 from tests.qat.cases import CHANNELS, activation, gradients
 
 CONSTANT = {"scaling_impl_type": "const", "scaling_init": 2.0}

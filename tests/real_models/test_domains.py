@@ -15,7 +15,7 @@ import brevact
 from benchmarks.domain_models import DOMAINS
 from benchmarks.step import Model, Step, loss_of
 from brevact import BackwardSettings, LosslessBackward, StochBackward8bit
-from brevact.autograd.seeds import seeded
+from brevact.autograd.region.seeds import seeded
 from tests.autograd.measuring import watch_saved
 from tests.real_models.test_real_models import Spy, without_zeros
 

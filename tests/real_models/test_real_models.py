@@ -17,8 +17,8 @@ from benchmarks.small_models import CONVOLUTIONAL, IMAGE_MODELS, TRANSFORMERS
 from benchmarks.step import Step, gradient, loss_of, quantized, relative_error
 from brevact import BackwardSettings, PackedActivation, StochBackward2bit, StochBackward8bit, UniformQuantizer
 from brevact.autograd import region
-from brevact.autograd.rows import row_of
-from brevact.autograd.running import current_region
+from brevact.autograd.region.rows import row_of
+from brevact.autograd.region.running import current_region
 from brevact.injectors import backward_settings_from
 from tests.crosses import some_of
 

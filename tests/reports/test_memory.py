@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import brevact
 from brevact import NearestBackward2bit, StochBackward2bit
-from brevact.autograd import storage_report, storages
-from brevact.autograd.hooks import regions_of
+from brevact.autograd.region.module_hooks import regions_of
+from brevact.autograd.saving import storage_report, storages
 from brevact.reports.memory import LayerMemory, MemoryReport
 from tests.autograd.measuring import watch_saved
 

@@ -14,10 +14,10 @@ from brevact.autograd.ops import (
     products,
     saved_by_torch,
     smooth,
-    torch_fake_quantization,
     vector_norms,
 )
 from brevact.autograd.ops.op import Op
+from brevact.qat import torch_fake_quantization
 
 #: All rows, in the order of docs/how.md.
 OPS: tuple[Op, ...] = (

@@ -28,14 +28,22 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from brevact.autograd.call_arguments import Parameters, is_plain
-from brevact.autograd.held_outputs import Graph, HeldOutput, make_token, take_graph
-from brevact.autograd.layer_recompute import MOST_NESTED, can_recompute
+from brevact.autograd.deriving.cache import Graph, HeldOutput, make_token, take_graph
+from brevact.autograd.deriving.layers import MOST_NESTED, can_recompute
 from brevact.autograd.ops.base import Formula, Needs, outside_regions, requires_grad, run_inside, save, with_bits
 from brevact.autograd.ops.op import Op, Stored
 from brevact.autograd.ops.products import keep_operand, without_autocast_cache
-from brevact.autograd.saved import AS_IT_IS, PassesOn, Region, Saved, distinct_elements, one_object_each, with_strides
-from brevact.autograd.storages import find_shared, share_packed, storage_address
-from brevact.autograd.store import reported
+from brevact.autograd.saving.saved import (
+    AS_IT_IS,
+    PassesOn,
+    Region,
+    Saved,
+    distinct_elements,
+    one_object_each,
+    with_strides,
+)
+from brevact.autograd.saving.storages import find_shared, share_packed, storage_address
+from brevact.autograd.saving.store import reported
 from brevact.private_names.of_torch import attention_by_math, choose_attention, is_any_autocast_enabled
 
 _attend = F.scaled_dot_product_attention

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd import known_values, storage_report
 from brevact.autograd.call_arguments import bound_call
-from brevact.autograd.known_values import share_codes
-from brevact.autograd.norm_decoders import WithStatistics
-from brevact.autograd.saved import NO_DOUBLE_BACKWARD, Decoder, Region, Saved, Strides, lay_out
-from brevact.autograd.settings import BackwardSettings, SaveMode
-from brevact.autograd.store import keep_as_it_is
+from brevact.autograd.deriving import known_values
+from brevact.autograd.deriving.norms import WithStatistics
+from brevact.autograd.region.settings import BackwardSettings, SaveMode
+from brevact.autograd.saving import storage_report
+from brevact.autograd.saving.saved import NO_DOUBLE_BACKWARD, Decoder, Region, Saved, Strides, lay_out
+from brevact.autograd.saving.store import keep_as_it_is
 from brevact.private_names.of_torch import (
     DisableTorchFunction,
     active_fake_mode,
@@ -27,6 +27,7 @@ from brevact.private_names.of_torch import (
     is_batched,
     is_functorch_batched,
 )
+from brevact.qat.integer_codes import share_codes
 from brevact.quantizers import PointFunction, Rounding, UniformQuantizer
 
 _NO_BATCHES = (

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.call_arguments import BoundCall
-from brevact.autograd.layer_recompute import is_large_and_recomputed, remember_output, samples_of_call
+from brevact.autograd.deriving.layers import is_large_and_recomputed, remember_output, samples_of_call
 from brevact.autograd.ops.base import Formula, Needs, save
 from brevact.autograd.ops.norm_formulas import sum_of_channels
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
-from brevact.autograd.saved import Region, Weight
+from brevact.autograd.saving.saved import Region, Weight
 from brevact.private_names.of_torch import is_any_autocast_enabled, suggest_memory_format
 
 #: Dtypes in which gradients of pieces are summed; those of other dtypes are summed in float32.

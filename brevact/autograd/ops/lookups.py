@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd.derived import Kind
+from brevact.autograd.deriving.derived import Kind
 from brevact.autograd.ops.base import Formula, Needs, blank, requires_grad, run_inside, save
 from brevact.autograd.ops.op import EXACT, MASKS, NOTHING, UNBIASED, Op, Saves, Stored, everywhere, places_in_first
-from brevact.autograd.saved import Region
+from brevact.autograd.saving.saved import Region
 from brevact.private_names.of_torch import nn_pad
 
 aten = torch.ops.aten

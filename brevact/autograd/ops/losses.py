@@ -47,15 +47,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd import storage_report
 from brevact.autograd.call_arguments import Parameters
-from brevact.autograd.layer_recompute import rows_of
+from brevact.autograd.deriving.layers import rows_of
 from brevact.autograd.ops.base import Formula, Needs, requires_grad, save
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Stored
-from brevact.autograd.saved import Decoder, Quality, Region, Saved, Weight
-from brevact.autograd.settings import BackwardSettings
-from brevact.autograd.storages import is_made, is_tracked
-from brevact.autograd.store import keep_as_it_is, keep_mask, keep_places, reported
+from brevact.autograd.region.settings import BackwardSettings
+from brevact.autograd.saving import storage_report
+from brevact.autograd.saving.saved import Decoder, Quality, Region, Saved, Weight
+from brevact.autograd.saving.storages import is_made, is_tracked
+from brevact.autograd.saving.store import keep_as_it_is, keep_mask, keep_places, reported
 
 _REDUCTIONS = frozenset(("none", "mean", "sum"))
 _Loss = Callable[[Tensor, Tensor, Tensor | None], Tensor]

@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd.call_arguments import is_complex
-from brevact.autograd.derived import derive, function_of
-from brevact.autograd.expressions import ByMask, TensorFunction
+from brevact.autograd.deriving.derived import derive, function_of
+from brevact.autograd.deriving.expressions import ByMask, TensorFunction
 from brevact.autograd.ops.base import (
     Formula,
     Needs,
@@ -39,9 +39,9 @@ from brevact.autograd.ops.base import (
 )
 from brevact.autograd.ops.convolution import to_autocast
 from brevact.autograd.ops.op import EXACT, MASKS, UNBIASED, Op, Saves, Stored, everywhere
-from brevact.autograd.rectified import stand_in
-from brevact.autograd.saved import Region, Saved, lay_out
-from brevact.autograd.store import keep_mask, reported
+from brevact.autograd.saving.saved import Region, Saved, lay_out
+from brevact.autograd.saving.stand_ins import stand_in
+from brevact.autograd.saving.store import keep_mask, reported
 from brevact.private_names.of_torch import has_kernel_for_key, no_dispatch_modes
 
 aten = torch.ops.aten

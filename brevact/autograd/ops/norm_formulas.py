@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from brevact.autograd.norm_decoders import Alignment, NormInput
-from brevact.autograd.saved import Region, Saved, Weight, one_object_each
+from brevact.autograd.deriving.norms import Alignment, NormInput
+from brevact.autograd.saving.saved import Region, Saved, Weight, one_object_each
 from brevact.private_names.of_torch import (
     batch_norm_impl_index,
     fused_rms_norm,

@@ -23,11 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from brevact.autograd import storage_report
 from brevact.autograd.call_arguments import Parameters
-from brevact.autograd.derived import derive_output
-from brevact.autograd.held_outputs import take
-from brevact.autograd.norm_decoders import Centred, NormInput, Unpacked, along_channels, packed_decoder
+from brevact.autograd.deriving.cache import take
+from brevact.autograd.deriving.derived import derive_output
+from brevact.autograd.deriving.norms import Centred, NormInput, Unpacked, along_channels, packed_decoder
 from brevact.autograd.ops.base import Formula, Needs, SavedValue, requires_grad, save
 from brevact.autograd.ops.norm_formulas import (
     BatchNorm,
@@ -46,10 +45,11 @@ from brevact.autograd.ops.norm_formulas import (
     sum_of_channels,
 )
 from brevact.autograd.ops.op import Op, Stored, everywhere
-from brevact.autograd.saved import Region, Saved, Weight
-from brevact.autograd.settings import BackwardSettings, SaveMode
-from brevact.autograd.storages import is_tracked
-from brevact.autograd.weights import ModelState, is_parameter
+from brevact.autograd.region.settings import BackwardSettings, SaveMode
+from brevact.autograd.saving import storage_report
+from brevact.autograd.saving.saved import Region, Saved, Weight
+from brevact.autograd.saving.storages import is_tracked
+from brevact.autograd.saving.weights import ModelState, is_parameter
 from brevact.quantizers import Layout, kernel_ops
 from brevact.quantizers.normalizing import NormalizedPlan, has_uniform_codes, plan_of_channels
 

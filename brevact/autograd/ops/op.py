@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd.derived import Kind
+from brevact.autograd.deriving.derived import Kind
 
 _HOMES = (torch, Tensor, F, torch.special, torch.linalg, torch.fft)
 

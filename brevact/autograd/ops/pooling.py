@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd import storage_report
 from brevact.autograd.call_arguments import Parameters
-from brevact.autograd.derived import Kind, derive
-from brevact.autograd.known_values import track_pooled_codes
+from brevact.autograd.deriving.derived import Kind, derive
 from brevact.autograd.ops.base import Formula, Needs, blank, save
 from brevact.autograd.ops.op import EXACT, NOTHING, Op, Saves, Stored, everywhere
-from brevact.autograd.saved import Decoder, Region
+from brevact.autograd.saving import storage_report
+from brevact.autograd.saving.saved import Decoder, Region
+from brevact.qat.integer_codes import track_pooled_codes
 from brevact.quantizers import pack_codes, unpack_codes
 
 aten = torch.ops.aten

@@ -36,9 +36,9 @@ from torch.nn import functional as F
 
 from brevact.autograd.ops.base import Formula, run_inside, save, with_bits, with_settings
 from brevact.autograd.ops.op import UNBIASED, Op, Saves, Stored, everywhere
-from brevact.autograd.saved import Region, Saved
-from brevact.autograd.settings import BackwardSettings
-from brevact.autograd.store import keep_places
+from brevact.autograd.region.settings import BackwardSettings
+from brevact.autograd.saving.saved import Region, Saved
+from brevact.autograd.saving.store import keep_places
 from brevact.private_names.of_torch import softmax_backward
 from brevact.quantizers import Rounding, UniformQuantizer
 

@@ -25,15 +25,15 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.call_arguments import is_activation, is_complex
-from brevact.autograd.derived import ELEMENTS_OF_SMALL, derive
-from brevact.autograd.layer_recompute import remember_output
+from brevact.autograd.deriving.derived import ELEMENTS_OF_SMALL, derive
+from brevact.autograd.deriving.layers import remember_output
 from brevact.autograd.ops.base import Formula, Needs, out_of_place, requires_grad, save
 from brevact.autograd.ops.norm_formulas import dims_of_inverses, dims_of_rows, is_deviation, keep_by_rows
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Saves, Stored, everywhere
 from brevact.autograd.ops.smooth import WRITTEN_OUT, keep_square
-from brevact.autograd.saved import Region, Saved, Strides, lay_out, mapped, one_object_each
-from brevact.autograd.storages import is_tracked, storage_address
-from brevact.autograd.store import compact, keep_as_it_is
+from brevact.autograd.saving.saved import Region, Saved, Strides, lay_out, mapped, one_object_each
+from brevact.autograd.saving.storages import is_tracked, storage_address
+from brevact.autograd.saving.store import compact, keep_as_it_is
 from brevact.private_names.of_torch import grouped_mm, is_any_autocast_enabled
 from brevact.quantizers import is_on_host
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.call_arguments import tensors_of_call
-from brevact.autograd.derived import Kind
+from brevact.autograd.deriving.derived import Kind
 from brevact.autograd.ops.op import EXACT, MASKS, NOTHING, Op, Saves, Stored, everywhere, places_in_first
-from brevact.autograd.running import before_first_region
-from brevact.autograd.saved import Region
-from brevact.autograd.storages import end_known_values, storage_address
-from brevact.autograd.weights import is_parameter
+from brevact.autograd.region.running import before_first_region
+from brevact.autograd.saving.saved import Region
+from brevact.autograd.saving.storages import end_known_values, storage_address
+from brevact.autograd.saving.weights import is_parameter
 from brevact.private_names.of_torch import is_any_autocast_enabled, watch_collectives
 
 

@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd.derived import derive, function_of, keep_smooth, keep_source
-from brevact.autograd.expressions import Derived
-from brevact.autograd.held_outputs import MOST_HELD
+from brevact.autograd.deriving.cache import MOST_HELD
+from brevact.autograd.deriving.derived import derive, function_of, keep_smooth, keep_source
+from brevact.autograd.deriving.expressions import Derived
 from brevact.autograd.ops.base import Formula, Needs, as_number, expanded_one, is_inplace, save, value_of
 from brevact.autograd.ops.norm_formulas import are_rows, keep_by_rows
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
-from brevact.autograd.saved import Region, Saved
-from brevact.autograd.storages import is_offered
-from brevact.autograd.store import keep_mask, keep_small, reported
+from brevact.autograd.saving.saved import Region, Saved
+from brevact.autograd.saving.storages import is_offered
+from brevact.autograd.saving.store import keep_mask, keep_small, reported
 from brevact.quantizers import PointFunction
 
 #: (ones, x) -> f'(x): ATen's fused backward kernel applied to a gradient of ones.

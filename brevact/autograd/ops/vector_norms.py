@@ -34,7 +34,7 @@ from torch.nn import functional as F
 
 from brevact.autograd.ops.base import Formula, Needs, requires_grad, save, with_bits
 from brevact.autograd.ops.op import UNBIASED, Op, Stored
-from brevact.autograd.saved import Region
+from brevact.autograd.saving.saved import Region
 
 #: Bits of embeddings, normalized rows of a matrix: a contrastive loss's gradient is of the size of their differences.
 _EMBEDDING_BITS = 8

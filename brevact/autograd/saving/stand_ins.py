@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from brevact.autograd import storage_report
 from brevact.autograd.call_arguments import BoundCall
-from brevact.autograd.derived import function_of
-from brevact.autograd.saved import AS_IT_IS, Saved, SavedByHook, mapped
-from brevact.autograd.storages import find_record, is_tracked, note_held, record_of
+from brevact.autograd.deriving.derived import function_of
+from brevact.autograd.saving import storage_report
+from brevact.autograd.saving.saved import AS_IT_IS, Saved, SavedByHook, mapped
+from brevact.autograd.saving.storages import find_record, is_tracked, note_held, record_of
 
 
 def stand_in(mask: Saved, dtype: torch.dtype, inside: float = 1.0) -> Saved:

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from brevact.autograd import storage_report
-from brevact.autograd.held_outputs import not_held, place_of
-from brevact.autograd.norm_decoders import OutputDecoder
-from brevact.autograd.saved import Decoder, Quality, Saved, with_strides
-from brevact.autograd.storages import Tensors
+from brevact.autograd.deriving.cache import not_held, place_of
+from brevact.autograd.deriving.norms import OutputDecoder
+from brevact.autograd.saving import storage_report
+from brevact.autograd.saving.saved import Decoder, Quality, Saved, with_strides
+from brevact.autograd.saving.storages import Tensors
 from brevact.private_names.of_torch import DisableAutocast, is_any_autocast_enabled
 from brevact.quantizers import Layout, PointFunction
 

@@ -19,22 +19,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from brevact.autograd import known_values, running, storage_report
 from brevact.autograd.call_arguments import BoundCall, is_activation, operands_beside
-from brevact.autograd.known_values import share_codes
-from brevact.autograd.layer_recompute import is_enough_for_norms
-from brevact.autograd.mode import EagerMode
-from brevact.autograd.norm_decoders import NormInput
+from brevact.autograd.deriving import known_values
+from brevact.autograd.deriving.layers import is_enough_for_norms
+from brevact.autograd.deriving.norms import NormInput
+from brevact.autograd.interop.other_code import is_in_algorithm, watch_forwards
 from brevact.autograd.ops.op import Op
-from brevact.autograd.other_code import is_in_algorithm, watch_forwards
-from brevact.autograd.running import active, is_alive, is_distributed
-from brevact.autograd.saved import AS_IT_IS, Saved, complex_of, distinct_elements, mapped, pairs_of, without_gaps
-from brevact.autograd.saved_tensor_hooks import SavedTensorHooks, checkpoints_around, is_checkpoint_innermost
-from brevact.autograd.seeds import SeedStream
-from brevact.autograd.settings import BackwardSettings, SaveMode
-from brevact.autograd.storages import find_record, find_shared, is_held, share_packed
-from brevact.autograd.store import beside, keep_as_it_is, keep_small, pack, plan_of, report_statistics, reported
-from brevact.autograd.weights import WEIGHT_NUMEL, ModelState, is_parameter, is_weight, node_of
+from brevact.autograd.region import running
+from brevact.autograd.region.mode import EagerMode
+from brevact.autograd.region.running import active, is_alive, is_distributed
+from brevact.autograd.region.seeds import SeedStream
+from brevact.autograd.region.settings import BackwardSettings, SaveMode
+from brevact.autograd.saving import storage_report
+from brevact.autograd.saving.saved import AS_IT_IS, Saved, complex_of, distinct_elements, mapped, pairs_of, without_gaps
+from brevact.autograd.saving.saved_tensor_hooks import SavedTensorHooks, checkpoints_around, is_checkpoint_innermost
+from brevact.autograd.saving.storages import find_record, find_shared, is_held, share_packed
+from brevact.autograd.saving.store import beside, keep_as_it_is, keep_small, pack, plan_of, report_statistics, reported
+from brevact.autograd.saving.weights import WEIGHT_NUMEL, ModelState, is_parameter, is_weight, node_of
 from brevact.compiler import marks
 from brevact.private_names.of_torch import (
     function_apply_code,
@@ -45,6 +46,7 @@ from brevact.private_names.of_torch import (
     push_hooks,
     top_hooks,
 )
+from brevact.qat.integer_codes import share_codes
 from brevact.quantizers import Layout
 
 _is_grad_enabled = torch.is_grad_enabled

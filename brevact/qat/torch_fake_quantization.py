@@ -23,13 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from brevact.autograd import known_values, storage_report
 from brevact.autograd.call_arguments import is_plain
+from brevact.autograd.deriving import known_values
 from brevact.autograd.ops.base import compute_from_weight
 from brevact.autograd.ops.op import EXACT, Op, Saves, Stored
-from brevact.autograd.running import packing_region, when_imported
-from brevact.autograd.saved import Region
+from brevact.autograd.region.running import packing_region, when_imported
+from brevact.autograd.saving import storage_report
+from brevact.autograd.saving.saved import Region
 from brevact.private_names.of_torchao import FAKE_QUANTIZATION
+from brevact.qat import integer_codes
 from brevact.quantizers import Layout
 
 
@@ -43,7 +45,7 @@ def _along(axis: int | None, statistic: Any, out: Tensor) -> Tensor:
 def _register_integers(out: Tensor, scale: Any, zero_point: Any, axis: int | None, low: int, high: int) -> None:
     s, z = _along(axis, scale, out), _along(axis, zero_point, out)
     q = (out.detach() / s.masked_fill(s == 0, 1.0)).round_().add_(z)
-    decoder = known_values.IntegerCodes(Layout.of(q), (high - low).bit_length(), low, out.nbytes)
+    decoder = integer_codes.IntegerCodes(Layout.of(q), (high - low).bit_length(), low, out.nbytes)
     known_values.register(out, decoder.encode(q, z, s), decoder)
 
 
@@ -92,13 +94,13 @@ OPS = (
 )
 
 
-class _Codes(known_values.IntegerCodes):
+class _Codes(integer_codes.IntegerCodes):
     """Decoder of (q - z) s in the activation's dtype; the product with a wider scale may have another one."""
 
     __slots__ = ()
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        return known_values.IntegerCodes.decode(self, tensors).to(self.layout.dtype)
+        return integer_codes.IntegerCodes.decode(self, tensors).to(self.layout.dtype)
 
 
 def fake_quantize_affine(

@@ -13,19 +13,19 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
-from brevact.autograd import storage_report
 from brevact.autograd.call_arguments import PLAIN_TYPES, as_given, as_tensors, is_stored, tensors_of_call
-from brevact.autograd.derived import MOST_DECODED, Kind, operands_of, track_derived, track_moved
+from brevact.autograd.deriving.derived import MOST_DECODED, Kind, operands_of, track_derived, track_moved
+from brevact.autograd.interop.other_code import ALGORITHMS, is_in_algorithm, is_of_torch, label_of
 from brevact.autograd.ops.base import out_of_place
 from brevact.autograd.ops.op import Op
 from brevact.autograd.ops.saved_by_torch import hand_out_memory, stores_nothing
-from brevact.autograd.other_code import ALGORITHMS, is_in_algorithm, is_of_torch, label_of
-from brevact.autograd.rectified import carry, offer_again
-from brevact.autograd.rows import ROWS, row_of
-from brevact.autograd.running import active, check_rounding, is_alive, is_transformed, leave_abandoned
-from brevact.autograd.saved_tensor_hooks import sizes_of
-from brevact.autograd.storages import any_tracked, end_known_values, find_record, note_made
-from brevact.autograd.store import INTEGERS
+from brevact.autograd.region.rows import ROWS, row_of
+from brevact.autograd.region.running import active, check_rounding, is_alive, is_transformed, leave_abandoned
+from brevact.autograd.saving import storage_report
+from brevact.autograd.saving.saved_tensor_hooks import sizes_of
+from brevact.autograd.saving.stand_ins import carry, offer_again
+from brevact.autograd.saving.storages import any_tracked, end_known_values, find_record, note_made
+from brevact.autograd.saving.store import INTEGERS
 from brevact.compiler import marks
 from brevact.private_names.of_torch import (
     frame_callback,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from brevact.autograd.other_code import is_path
+from brevact.autograd.interop.other_code import is_path
 from brevact.quantizers import from_text, to_text
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_bit_width, check_bool, check_int
@@ -101,7 +101,7 @@ class BackwardSettings:
         recompute: recompute a layer's output in backward, from its input and weight, if it costs at most this many
             multiplications per element and the op that reads it has these settings; it is then not stored. 0 recomputes
             none. A 3x3 depthwise convolution costs 9, a linear layer as many as it has inputs.
-        of_functions: pairs of an op's name (``brevact.autograd.rows``) and the settings that replace these for it,
+        of_functions: pairs of an op's name (``brevact.autograd.ops``) and the settings that replace these for it,
             None for full precision. For an op inside another one, the first of the two pairs decides.
         double_backward: whether gradients may be differentiated again (``create_graph=True``). Each op is then torch's
             own, hooks pack its saved tensors if its gradient allows that, and nothing is recomputed (``recompute``).

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from brevact.autograd import storage_report
 from brevact.autograd.ops.base import Needs, OfWeight, compute_from_weight, save
-from brevact.autograd.saved import Region
+from brevact.autograd.saving import storage_report
+from brevact.autograd.saving.saved import Region
 from brevact.private_names.of_torch import DisableTorchFunction
 
 _BLOCK = 512

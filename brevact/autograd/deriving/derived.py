@@ -21,16 +21,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd import known_values
 from brevact.autograd.call_arguments import bound_call, is_activation, tensors_of_call
-from brevact.autograd.expressions import DIVISIONS, ByMask, Call, Derived, Restrided, TensorFunction
-from brevact.autograd.known_values import View
-from brevact.autograd.layer_recompute import recomputed_output
-from brevact.autograd.norm_decoders import NormInput, output_of
-from brevact.autograd.saved import AS_IT_IS, EXACT, Decoder, Region, Saved, Weight
-from brevact.autograd.storages import Tensors, storage_address
-from brevact.autograd.store import reported
-from brevact.autograd.weights import is_parameter_or_view
+from brevact.autograd.deriving import known_values
+from brevact.autograd.deriving.expressions import DIVISIONS, ByMask, Call, Derived, Restrided, TensorFunction
+from brevact.autograd.deriving.known_values import View
+from brevact.autograd.deriving.layers import recomputed_output
+from brevact.autograd.deriving.norms import NormInput, output_of
+from brevact.autograd.saving.saved import AS_IT_IS, EXACT, Decoder, Region, Saved, Weight
+from brevact.autograd.saving.storages import Tensors, storage_address
+from brevact.autograd.saving.store import reported
+from brevact.autograd.saving.weights import is_parameter_or_view
 from brevact.private_names.of_torch import TreeSpec
 from brevact.quantizers import Layout
 

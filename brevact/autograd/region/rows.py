@@ -19,11 +19,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from brevact.autograd.call_arguments import tensors_of_call
-from brevact.autograd.library_functions import declares_writes
+from brevact.autograd.interop.library_functions import declares_writes
+from brevact.autograd.interop.other_code import CHECKPOINT, OPERATORS, operator_name
 from brevact.autograd.ops import OPS
 from brevact.autograd.ops.base import may_overwrite
 from brevact.autograd.ops.op import NOTHING, Op, Saves
-from brevact.autograd.other_code import CHECKPOINT, OPERATORS, operator_name
 from brevact.private_names.of_torch import schemas_of_operator
 
 _BUILTIN = (

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from brevact.autograd import storage_report
-from brevact.autograd.settings import BackwardSettings, bits_of, nominal_quantizer
-from brevact.autograd.storages import Tensors, bytes_of, versions_of
+from brevact.autograd.region.settings import BackwardSettings, bits_of, nominal_quantizer
+from brevact.autograd.saving import storage_report
+from brevact.autograd.saving.storages import Tensors, bytes_of, versions_of
 from brevact.private_names.of_torch import current_graph_task
 from brevact.quantizers import (
     Layout,
@@ -36,7 +36,7 @@ from brevact.quantizers import (
 from brevact.quantizers.normalizing import has_uniform_codes
 
 if TYPE_CHECKING:
-    from brevact.autograd.regions import Region  # which imports the handlers that it calls
+    from brevact.autograd.region.regions import Region  # which imports the handlers that it calls
 else:
     Region = Any
 

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from brevact.autograd.known_values import IntegerCodes, groups_of
-from brevact.autograd.saved import Saved, decoder_of_mask, decoder_of_packed
+from brevact.autograd.saving.saved import Saved, decoder_of_mask, decoder_of_packed
 from brevact.geometry import DEFAULT_BLOCK, IntegerPlan, packed_bytes
 from brevact.private_names.of_torch import no_dispatch_modes
+from brevact.qat.integer_codes import IntegerCodes, groups_of
 from brevact.quantizers import Layout, PackedSpec, ResidualQuantizer
 from brevact.quantizers.backends import kernels_for
 from brevact.quantizers.integer_ops import fake_quantize, fake_quantize_backward

@@ -9,7 +9,7 @@ the layer's weight multiplies the input by values computed from the output, whic
 the order of their variance, as for nonlinear functions, so the input needs as many bits (``derive_min_bits``).
 
 Several ops read one output: the norm behind the layer, the activation function, the next layer. The first one computes
-it, and it is held until the last one has run (``held_outputs``).
+it, and it is held until the last one has run (``cache``).
 
 Outputs of norms whose input is recomputed in backward: affine functions of it, with the exact statistics.
 
@@ -28,15 +28,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from brevact.autograd import storage_report
 from brevact.autograd.call_arguments import BoundCall
-from brevact.autograd.expressions import TensorFunction
-from brevact.autograd.held_outputs import MOST_HELD, HeldOutput, decoded, is_held, make_token, may_be_held, take
-from brevact.autograd.known_values import View
-from brevact.autograd.norm_decoders import Alignment, NormInput, Unpacked, aligned, as_now
-from brevact.autograd.running import may_free_weights
-from brevact.autograd.saved import AS_IT_IS, Decoder, PassesOn, Region, Saved, Weight, one_object_each, with_strides
-from brevact.autograd.storages import LONE, Tensors, is_tracked
+from brevact.autograd.deriving.cache import MOST_HELD, HeldOutput, decoded, is_held, make_token, may_be_held, take
+from brevact.autograd.deriving.expressions import TensorFunction
+from brevact.autograd.deriving.known_values import View
+from brevact.autograd.deriving.norms import Alignment, NormInput, Unpacked, aligned, as_now
+from brevact.autograd.region.running import may_free_weights
+from brevact.autograd.saving import storage_report
+from brevact.autograd.saving.saved import (
+    AS_IT_IS,
+    Decoder,
+    PassesOn,
+    Region,
+    Saved,
+    Weight,
+    one_object_each,
+    with_strides,
+)
+from brevact.autograd.saving.storages import LONE, Tensors, is_tracked
 from brevact.heap import count
 from brevact.private_names.of_torch import DisableAutocast, DisableTorchFunction, is_any_autocast_enabled
 from brevact.quantizers import PointFunction, multiply_by_function

@@ -48,7 +48,7 @@ class Record:
         known: the saved form of the tensor that fills the storage (``known_values``).
         packs: the packed forms of the storage's tensors (:func:`share_packed`).
         held: a weak reference to the object by which an op saves the storage unpacked, and the version.
-        offered: the stand-ins for the storage's tensors until an op saves these unpacked (``rectified``).
+        offered: the stand-ins for the storage's tensors until an op saves these unpacked (``stand_ins``).
         saturates: whether the tensor is a saturating output.
         carried: the saturating outputs that the tensor is a function of.
         copied: bytes of the copies that were made of small views.

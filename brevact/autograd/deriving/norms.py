@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from brevact.autograd import storage_report
-from brevact.autograd.held_outputs import decoded, may_be_held
-from brevact.autograd.saved import Decoder, PassesOn, Quality, Region, Saved, Weight, one_object_each
-from brevact.autograd.settings import SaveMode
-from brevact.autograd.storages import Tensors
+from brevact.autograd.deriving.cache import decoded, may_be_held
+from brevact.autograd.region.settings import SaveMode
+from brevact.autograd.saving import storage_report
+from brevact.autograd.saving.saved import Decoder, PassesOn, Quality, Region, Saved, Weight, one_object_each
+from brevact.autograd.saving.storages import Tensors
 from brevact.quantizers import (
     Layout,
     PackedActivation,

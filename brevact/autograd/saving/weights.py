@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from brevact.autograd.call_arguments import tensors_of_call
-from brevact.autograd.storages import referent, storage_address
+from brevact.autograd.saving.storages import referent, storage_address
 from brevact.private_names.of_torch import COMPILED, BackwardCFunction, global_forward_pre_hooks, skip_code
 
 #: Metadata key of a graph node whose op was seen: number of elements of the weight it made, 0 for an activation.

@@ -25,20 +25,29 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from brevact.autograd import known_values, storage_report
 from brevact.autograd.call_arguments import BoundCall, is_activation, is_complex, is_plain, tensors_of_call
-from brevact.autograd.derived import derive, track_weight
-from brevact.autograd.known_values import share_codes
-from brevact.autograd.library_functions import EXACT, GRADIENT, SCORES, SMOOTH, UNKNOWN
+from brevact.autograd.deriving import known_values
+from brevact.autograd.deriving.derived import derive, track_weight
+from brevact.autograd.interop.library_functions import EXACT, GRADIENT, SCORES, SMOOTH, UNKNOWN
+from brevact.autograd.interop.other_code import CHECKPOINT, INPUT_OF_CHECKPOINT, saver_of, saves_input
 from brevact.autograd.ops.base import with_bits
-from brevact.autograd.other_code import CHECKPOINT, INPUT_OF_CHECKPOINT, saver_of, saves_input
-from brevact.autograd.rectified import give_up, give_up_saturated, hold, offer, stand_in
-from brevact.autograd.running import NO_TRANSFORMS
-from brevact.autograd.saved import AS_IT_IS, Blank, Decoder, Region, Saved, SavedByHook, mapped, own, unpack
-from brevact.autograd.storages import end_known_values, is_tracked, storage_address
-from brevact.autograd.store import INTEGERS, is_compact, keep_as_it_is, keep_mask, keep_places, keep_small, reported
-from brevact.autograd.weights import WEIGHT_NUMEL, ModelState, is_parameter, is_parameter_or_view
+from brevact.autograd.region.running import NO_TRANSFORMS
+from brevact.autograd.saving import storage_report
+from brevact.autograd.saving.saved import AS_IT_IS, Blank, Decoder, Region, Saved, SavedByHook, mapped, own, unpack
+from brevact.autograd.saving.stand_ins import give_up, give_up_saturated, hold, offer, stand_in
+from brevact.autograd.saving.storages import end_known_values, is_tracked, storage_address
+from brevact.autograd.saving.store import (
+    INTEGERS,
+    is_compact,
+    keep_as_it_is,
+    keep_mask,
+    keep_places,
+    keep_small,
+    reported,
+)
+from brevact.autograd.saving.weights import WEIGHT_NUMEL, ModelState, is_parameter, is_parameter_or_view
 from brevact.private_names.of_torch import DisableTorchFunction, current_autograd_node, pop_hooks, push_hooks, top_hooks
+from brevact.qat.integer_codes import share_codes
 
 #: Classes of torch.utils.checkpoint whose hooks are active in forward, and in recomputation.
 _CHECKPOINT_HOOKS = ("_checkpoint_hook.", "_recomputation_hook.")

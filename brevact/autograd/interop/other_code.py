@@ -26,14 +26,14 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from brevact.autograd import library_functions
-from brevact.autograd.library_functions import UNKNOWN
-from brevact.autograd.running import hooks_aside, when_imported
-from brevact.autograd.storages import storage_address
+from brevact.autograd.interop import library_functions
+from brevact.autograd.interop.library_functions import UNKNOWN
+from brevact.autograd.region.running import hooks_aside, when_imported
+from brevact.autograd.saving.storages import storage_address
 from brevact.private_names.of_torch import function_apply_code
 
 if TYPE_CHECKING:
-    from brevact.autograd.saved import Saved
+    from brevact.autograd.saving.saved import Saved
 
 #: Classes of operators in ``torch.ops``: all overloads of one, and a single overload.
 OPERATORS = type(torch.ops.aten.log), type(torch.ops.aten.log.default)

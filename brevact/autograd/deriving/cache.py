@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from brevact.autograd import storage_report
-from brevact.autograd.saved import Decoder, Quality, Saved
-from brevact.autograd.storages import LONE, Tensors, referent, versions_of
+from brevact.autograd.saving import storage_report
+from brevact.autograd.saving.saved import Decoder, Quality, Saved
+from brevact.autograd.saving.storages import LONE, Tensors, referent, versions_of
 from brevact.private_names.of_torch import count_holders, current_graph_task, is_functorch_tensor, queue_callback
 
 #: Elements of the largest tensor that is held: a few hundred kilobytes, which decode faster than the calls take.

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from brevact.autograd.regions import Region
-from brevact.autograd.running import (
+from brevact.autograd.region.regions import Region
+from brevact.autograd.region.running import (
     NO_ROUNDED_NORMS,
     active,
     is_alive,
@@ -22,8 +22,8 @@ from brevact.autograd.running import (
     leave_forward,
     leave_last,
 )
-from brevact.autograd.saved_tensor_hooks import is_checkpoint_innermost
-from brevact.autograd.settings import BackwardSettings
+from brevact.autograd.region.settings import BackwardSettings
+from brevact.autograd.saving.saved_tensor_hooks import is_checkpoint_innermost
 from brevact.compiler import marks
 from brevact.compiler import tracing as tracing
 from brevact.private_names.of_torch import top_hooks, why_hooks_are_off

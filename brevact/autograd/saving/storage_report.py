@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from brevact.autograd.settings import bits_of
-from brevact.autograd.storages import bytes_of, storage_address
+from brevact.autograd.region.settings import bits_of
+from brevact.autograd.saving.storages import bytes_of, storage_address
 
 if TYPE_CHECKING:
-    from brevact.autograd.saved import Saved
+    from brevact.autograd.saving.saved import Saved
 
 #: Ways of storing a tensor.
 PACKED, MASKED, EXACT, DERIVED, FULL_PRECISION = "packed", "mask", "exact", "derived", "full precision"

@@ -4,9 +4,9 @@ y = clip(round(x / s + z)), out = (y - z) s, with straight-through rounding. Wit
 nothing was clipped: dL/dx = g m (in stock order: g s m / s), dL/ds = sum of g (y - z) - g s m (x / s) / s, and
 x / s = y + r - z with the rounding residual r in [-1/2, 1/2]. So dL/ds sums g (y - z) over clipped elements and -g r
 over the others. The codes of y are saved exactly and shared with every op that saves ``out``
-(``brevact.autograd.known_values``). If the scale is learned, m and r are saved together, r rounded stochastically to
+(``known_values``). If the scale is learned, m and r are saved together, r rounded stochastically to
 fixed levels so that dL/ds is unbiased, or x is saved; otherwise m is saved in one bit. Until an op saves ``out``, one
-bit per code suffices (``brevact.autograd.known_values``). The gradients of x and z are exact.
+bit per code suffices (``known_values``). The gradients of x and z are exact.
 
 A weight stays in memory anyway, so its fake quantization saves nothing else and recomputes from it.
 
@@ -23,12 +23,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from brevact.autograd import known_values, storage_report
+from brevact.autograd.deriving import known_values
 from brevact.autograd.ops.base import Formula, Needs, compute_from_weight, gradients_of, save
-from brevact.autograd.ops.one_pass import OnePass, Range, one_pass_for
-from brevact.autograd.saved import Region, Saved
-from brevact.autograd.store import keep_as_it_is, reported
+from brevact.autograd.saving import storage_report
+from brevact.autograd.saving.saved import Region, Saved
+from brevact.autograd.saving.store import keep_as_it_is, reported
 from brevact.private_names.of_torch import DisableTorchFunction, top_hooks
+from brevact.qat import integer_codes
+from brevact.qat.one_pass import OnePass, Range, one_pass_for
 from brevact.quantizers import ResidualQuantizer
 
 #: Bits of the largest code, and of the largest residual.
@@ -133,7 +135,7 @@ def _gradients(
     codes, residual, mask, values, scale, zero_point = kept
     if keeps_ends:
         token, *numbers = codes.tensors
-        codes = codes._replace(tensors=(known_values.load_ends(token), *numbers))
+        codes = codes._replace(tensors=(integer_codes.load_ends(token), *numbers))
     if zero_point is None:
         zero_point = grad.new_zeros(sizes) if codes is None else codes.tensors[1]
     found = one_pass.gradients(
@@ -149,7 +151,7 @@ def _gradients(
 
 
 def _ends_of(
-    codes: tuple[tuple[Tensor, ...], known_values.IntegerCodes], kind: Range, rectifies: bool, zero_is_lowest: bool
+    codes: tuple[tuple[Tensor, ...], integer_codes.IntegerCodes], kind: Range, rectifies: bool, zero_is_lowest: bool
 ) -> Saved:
     """Return codes of one bit each, which are right until another op saves the whole ones."""
     (packed, *numbers), decoder = codes
@@ -157,17 +159,17 @@ def _ends_of(
     if rectifies and not zero_is_lowest:
         rounded = numbers[0].detach().reshape(()).to(decoder.layout.dtype).round()
         floor = rounded.clamp(kind.lowest, kind.highest).sub_(kind.lowest)
-    ends = known_values.keep_ends(packed, decoder.bit_width, decoder.nbytes, top_hooks(True), floor)
+    ends = integer_codes.keep_ends(packed, decoder.bit_width, decoder.nbytes, top_hooks(True), floor)
     return (ends, *numbers), decoder
 
 
-def _may_keep_ends(codes: known_values.IntegerCodes) -> bool:
+def _may_keep_ends(codes: integer_codes.IntegerCodes) -> bool:
     """Return whether one bit can replace each code until an op saves the output; not if one code is a NaN."""
     hooks = top_hooks(True)
     return (
-        codes.bit_width in known_values.BIT_WIDTHS
+        codes.bit_width in integer_codes.BIT_WIDTHS
         and not codes.has_spare
-        and codes.layout.numel >= known_values.MIN_NUMEL
+        and codes.layout.numel >= integer_codes.MIN_NUMEL
         and (hooks is None or storage_report.are_of_report(hooks))  # others would hand out a copy of the token
     )
 

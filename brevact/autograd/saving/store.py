@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from brevact.autograd import storage_report
 from brevact.autograd.call_arguments import ACTIVATION_DTYPES
-from brevact.autograd.norm_decoders import NormInput
-from brevact.autograd.saved import (
+from brevact.autograd.deriving.norms import NormInput
+from brevact.autograd.region.settings import BackwardSettings, SaveMode
+from brevact.autograd.saving import storage_report
+from brevact.autograd.saving.saved import (
     AS_IT_IS,
     Decoder,
     PackedOnBackward,
@@ -23,8 +24,7 @@ from brevact.autograd.saved import (
     distinct_elements,
     without_gaps,
 )
-from brevact.autograd.settings import BackwardSettings, SaveMode
-from brevact.autograd.storages import find_record, find_shared, record_of, share_packed
+from brevact.autograd.saving.storages import find_record, find_shared, record_of, share_packed
 from brevact.quantizers import Layout, PackedSpec, pack_codes, pack_mask, quantize
 
 _COPY = ("a copy",)

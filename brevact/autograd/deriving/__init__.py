@@ -1,0 +1,1 @@
+"""Tensors that backward computes from other saved forms: expressions, recomputed layers, norms, and the cache."""
