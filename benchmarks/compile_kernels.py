@@ -52,6 +52,7 @@ OPERATIONS = (
     *("nearest", "stochastic", "dithered", "dequantize", "dequantize_multiply"),
     *NORM_OPERATIONS,
     *TABLE_OPERATIONS,
+    *("stretched_dithered", "stretched_dequantize"),
     *("masks", "codes"),
     *GRID_OPERATIONS,
     *INTEGER_OPERATIONS,
@@ -75,7 +76,7 @@ class Variant:
     @property
     def exists(self) -> bool:
         """Whether kernels run: dithered buckets lie in blocks, others in tiles."""
-        if self.operation == "dithered":
+        if self.operation.endswith("dithered"):
             return self.bucket in ("512", "64", "16", "100", "4096", "huge")
         return (
             self.bucket.isdigit() or self.bucket == "huge" or self.operation in (*GRID_OPERATIONS, *INTEGER_OPERATIONS)
@@ -198,7 +199,7 @@ def _uniform_launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
     quantizer, x = _subject(variant)
     spec = PackedSpec.of(quantizer, Layout.of(x))
     plan, buffer = plan_of(spec), spec.empty(x)
-    if variant.operation.startswith("dequantize"):
+    if "dequantize" in variant.operation:
         other = x if variant.operation == "dequantize_multiply" else None
         with collected() as launches:
             triton_kernels.dequantize_uniform(buffer, plan, None, None, None, other, None, x)
@@ -321,9 +322,10 @@ def _seed(stochastic: bool) -> Tensor | None:
 
 def _subject(variant: Variant) -> tuple[UniformQuantizer, Tensor]:
     """Quantizer and tensor of a variant."""
+    rounding = variant.operation.removeprefix("stretched_")
     settings = {
         "bit_width": variant.bit_width,
-        "rounding": variant.operation if variant.operation in ("nearest", "dithered") else "stochastic",
+        "rounding": rounding if rounding in ("nearest", "dithered") else "stochastic",
     }
     x = _meta((64, 64, 56, 56), DTYPES[variant.dtype])
     if variant.bucket == "tensor":
@@ -333,7 +335,9 @@ def _subject(variant: Variant) -> tuple[UniformQuantizer, Tensor]:
         return UniformQuantizer(granularity=Granularity.CHANNEL, **settings), x.to(memory_format=memory_format)
     if variant.bucket == "huge":
         return UniformQuantizer(**settings), _meta(1 << 31, x.dtype)
-    return UniformQuantizer(bucket_size=int(variant.bucket), **settings), _meta(1 << 24, x.dtype)
+    quantizer = UniformQuantizer(bucket_size=int(variant.bucket), **settings)
+    stretched = variant.operation.startswith("stretched")
+    return (quantizer.for_smooth if stretched else quantizer), _meta(1 << 24, x.dtype)
 
 
 def _meta(shape: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:

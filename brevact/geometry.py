@@ -17,6 +17,9 @@ SMALLEST_GAP = 2.0**-126
 
 SENTINELS = (1e7, 1e8, 1e9, 1e10, 1e12, 1e15, 1e20, 1e30)
 """Far values of uneven buckets with codes of their own, exact; others keep 16 significant bits."""
+BEND, STRETCH, FAR = 2.5, 50.0, 1e4
+"""Magnitude at which derivatives of activation functions bend, how far levels are stretched around it, 21 times at 0,
+and the magnitude from which on no farther; see `quantizers.reference.stretched`."""
 _DEFAULT_METADATA = torch.bfloat16, torch.float32
 
 
@@ -132,6 +135,7 @@ class UniformPlan:
         minimum_at: First byte of the minima; codes come first.
         scale_at: First byte of the scales.
         dithered: Whether groups, which then lie in blocks, may shift their levels; see `kernel_ops.quantize_uniform`.
+        stretched: Whether codes are those of `reference.stretched` elements.
     """
 
     geometry: Geometry
@@ -140,6 +144,7 @@ class UniformPlan:
     minimum_at: int
     scale_at: int
     dithered: bool = False
+    stretched: bool = False
 
     @functools.cached_property
     def has_kernels(self) -> bool:

@@ -18,14 +18,13 @@ import torch
 from torch import SymInt, Tensor, fx
 
 from brevact.autograd.call_arguments import ACTIVATION_DTYPES
-from brevact.autograd.deriving import derived
 from brevact.autograd.region.seeds import seed_of_size, seeds_of_graph
-from brevact.autograd.region.settings import BackwardSettings, SaveMode, bits_of, has_even_levels
+from brevact.autograd.region.settings import BackwardSettings, SaveMode, bits_of
 from brevact.compiler import aten as table
 from brevact.compiler.aten import Use, aten, packet_of, prims
 from brevact.compiler.dependence import Dependence, Saved
 from brevact.compiler.integers import Integers, ends_of, numel_of
-from brevact.private_names.of_compiler import detect_fake_mode, make_fx, select_decomp_table
+from brevact.private_names.of_compiler import detect_fake_mode
 from brevact.quantizers import Rounding, UniformQuantizer, to_text
 from brevact.quantizers.formats.uniform import BIT_WIDTHS
 from brevact.quantizers.normalizing import FUSED
@@ -896,7 +895,8 @@ class Packing:
         viewed, *statistics = self.statistics(node, settings) or (node,)
         if statistics and settings.for_normalized is not None:
             quantizer = settings.for_normalized.quantizer
-        spreads = is_smooth and has_even_levels(quantizer) and not statistics
+        elif is_smooth and not statistics:
+            quantizer = getattr(quantizer, "for_smooth", None) or quantizer
         text, x, after = to_text(quantizer), node, max(each for each in (node, viewed, *statistics) if each is not None)
         place = self.reader_behind(after, node)
         if self.is_key(node):
@@ -907,12 +907,10 @@ class Packing:
             seed = self.seed(node) if quantizer.is_stochastic else None
             shape = [] if _shape(viewed) == _shape(node) else self.sizes(node)[0]
             x = self.call(aten.reshape.default, x, self.sizes(viewed)[0]) if shape else x
-            x = self.inlined(derived.spread, x) if spreads else x
             x, size, stride = self.placed(x, x)
             if not statistics:
                 packed = self.call(ops.quantize.default, x, seed, text, stride)
                 made = self.call(ops.dequantize.default, packed, text, size, stride, dtype)
-                made = self.inlined(derived.gathered, made) if spreads else made
             else:
                 packed = self.call(ops.quantize_normalized.default, x, *statistics, seed, text, stride)
                 made = self.call(ops.denormalize.default, packed, *statistics, text, size, stride, dtype)
@@ -923,20 +921,6 @@ class Packing:
         if settings.save_mode is SaveMode.SAVE_QUANTIZED:
             return packed, *symbols
         return node, *([] if seed is None else [seed]), *symbols
-
-    def inlined(self, function: Callable[[Tensor], Tensor], x: fx.Node) -> fx.Node:
-        """The result of a function of a tensor, by nodes of its ops."""
-        with self.mode:
-            traced = make_fx(function, select_decomp_table())(x.meta["val"]).graph
-        found: dict[fx.Node, fx.Node] = {}
-        for node in traced.nodes:
-            if node.op == "call_function":
-                args, options = fx.map_arg((node.args, node.kwargs), found.__getitem__)
-                found[node] = self.call(node.target, *args, **options)
-            elif node.op == "placeholder":
-                found[node] = x
-        (result,) = traced.output_node().args
-        return found[result]
 
     def reader_behind(self, place: fx.Node, node: fx.Node) -> fx.Node:
         """Forward's next reader of a tensor: kernels up to it, without a call between them, are compiled as one."""

@@ -41,7 +41,6 @@ from brevact.cpu_kernels.normalize import INNER as PLACE_INNER
 from brevact.cpu_kernels.normalize import MEAN, OUTER, ROW, SCALE, next_of, start_of, words_of
 from brevact.cpu_kernels.packing import bytes_to_codes, halves_of, look_up_row, write_codes
 from brevact.cpu_kernels.teams import share
-from brevact.cpu_kernels.uneven import uneven_levels
 from brevact.cpu_kernels.uniform import (
     BIT_WIDTH,
     BLOCK,
@@ -50,11 +49,9 @@ from brevact.cpu_kernels.uniform import (
     NUMEL,
     ROUNDING,
     STOCHASTIC,
-    UNEVEN,
     GroupTable,
-    decoded,
+    all_levels,
     grid_table,
-    is_flagged,
     read_metadata,
     uniform_table,
 )
@@ -84,15 +81,11 @@ def map_levels_blocks(scale, minimum, norm_at, segments_at, target, target_kind,
     table, words = i64_at(table_at), i64_at(segments_at)
     kind, codes = load(table, KIND), np.int64(1) << load(table, BIT_WIDTH)
     inner, run, slots = load(words, SEGMENT_INNER), load(words, SEGMENT_RUN), load(words, SLOTS)
-    last, top, limit = (load(table, NUMEL) - 1) // run, np.float32(codes - 1), limit_of(kind)
+    last, limit = (load(table, NUMEL) - 1) // run, limit_of(kind)
     levels, values = f32_scratch(REGISTER), f32_scratch(REGISTER)
     for bucket in range(start, stop):
         m, s = read_metadata(scale, minimum, bucket)
-        if load(table, UNEVEN) != 0 and is_flagged(s):
-            uneven_levels(m, s, load(table, BIT_WIDTH), limit, levels)
-        else:
-            for q in range(REGISTER):
-                store(levels, q, decoded(np.float32(np.int32(q)), m, s, top, limit))
+        all_levels(m, s, limit, REGISTER, levels, table)
         round_to(kind, levels, REGISTER)
         at = bucket * slots * codes
         if norm_at == 0:

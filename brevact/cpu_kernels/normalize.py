@@ -10,7 +10,7 @@ from torch import Tensor
 
 from brevact.cpu_kernels.floats import limited
 from brevact.cpu_kernels.intrinsics import advance, f32_at, i64_at, inlined, load, store
-from brevact.geometry import Place
+from brevact.geometry import BEND, FAR, STRETCH, Place
 
 MEAN, SCALE, OUTER, ROW, INNER, RUN = range(6)
 """Fields of the words of a normalization: addresses of float32 means (0 for none) and scales, one of each for every
@@ -81,6 +81,27 @@ def denormalize_elements(z, first, count, words_at, limit):
     if limit < np.float32(np.inf):
         for i in range(count):
             store(z, i, limited(load(z, i), limit))
+
+
+@inlined
+def stretch_elements(x, count, y):
+    """See `reference.stretched`."""
+    for e in range(count):
+        v = load(x, e)
+        near = limited(v, np.float32(FAR))
+        store(y, e, v + near / (abs(near) + np.float32(BEND)) * np.float32(STRETCH))
+
+
+@inlined
+def shrink_elements(y, count):
+    """See `reference.shrunk`; in place."""
+    for e in range(count):
+        v = load(y, e)
+        near = limited(v, np.float32(FAR))
+        part = abs(near) - np.float32(STRETCH - BEND)
+        root = np.sqrt(part * part + np.float32(4 * STRETCH * BEND))
+        divisor = abs(near) + root + np.float32(STRETCH + BEND)
+        store(y, e, v - near / divisor * np.float32(2 * STRETCH))
 
 
 def words_of(mean: Tensor | None, factor: Tensor | None, place: Place | None) -> tuple[int, Any]:

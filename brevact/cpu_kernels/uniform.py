@@ -46,7 +46,13 @@ from brevact.cpu_kernels.intrinsics import (
     u16_at,
     u32_scratch,
 )
-from brevact.cpu_kernels.normalize import denormalize_elements, normalize_elements, words_of
+from brevact.cpu_kernels.normalize import (
+    denormalize_elements,
+    normalize_elements,
+    shrink_elements,
+    stretch_elements,
+    words_of,
+)
 from brevact.cpu_kernels.packing import BLOCK as BITS
 from brevact.cpu_kernels.packing import (
     bytes_to_codes,
@@ -63,8 +69,8 @@ from brevact.cpu_kernels.teams import share
 from brevact.cpu_kernels.uneven import canonical, quantize_uneven, second_ends, uneven_levels
 from brevact.geometry import Geometry, Place, UniformPlan
 
-NUMEL, BIT_WIDTH, BLOCK, INNER, ROUNDING, KIND, UNEVEN = range(7)
-"""Fields of the table. ROUNDING: see below. UNEVEN: see `UniformPlan.uneven`."""
+NUMEL, BIT_WIDTH, BLOCK, INNER, ROUNDING, KIND, UNEVEN, STRETCHED = range(8)
+"""Fields of the table. ROUNDING: see below. UNEVEN, STRETCHED: see `UniformPlan`."""
 
 NEAREST, STOCHASTIC, DITHERED = range(3)
 """Kinds of rounding; groups of tensors that are dithered lie in blocks."""
@@ -194,11 +200,11 @@ def shows_errors(table):
 class GroupTable:
     """Blocks, of at most `geometry.LARGEST_BLOCK` elements, and groups in them, for the kernels of quantizers."""
 
-    def __init__(self, geometry: Geometry, dtype: torch.dtype, rounding: int, uneven: bool = False) -> None:
+    def __init__(self, geometry: Geometry, dtype: torch.dtype, rounding: int, *flags: bool) -> None:
         self.geometry = geometry
         self.blocks = -(-geometry.numel // geometry.block_size)
         sizes = geometry.numel, geometry.bit_width, geometry.block_size, geometry.inner
-        self.table = array("q", (*sizes, rounding, KINDS[dtype], uneven))  # owns the memory at the address
+        self.table = array("q", (*sizes, rounding, KINDS[dtype], *flags))  # owns the memory at the address
         self.address = self.table.buffer_info()[0]
 
 
@@ -210,7 +216,7 @@ grid_table = functools.lru_cache(maxsize=4096)(GroupTable)
 def uniform_table(plan: UniformPlan, dtype: torch.dtype, has_seed: bool = False) -> GroupTable:
     """Table of a plan; without a seed it rounds to nearest."""
     at_random = DITHERED if plan.dithered else STOCHASTIC
-    return GroupTable(plan.geometry, dtype, at_random if has_seed else NEAREST, plan.uneven)
+    return GroupTable(plan.geometry, dtype, at_random if has_seed else NEAREST, plan.uneven, plan.stretched)
 
 
 @inlined
@@ -235,7 +241,7 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, star
     table = i64_at(table_at)
     numel, bit_width, block, inner = load(table, NUMEL), load(table, BIT_WIDTH), load(table, BLOCK), load(table, INNER)
     dithered, stochastic = load(table, ROUNDING) == DITHERED, load(table, ROUNDING) == STOCHASTIC
-    uneven = load(table, UNEVEN) != 0
+    uneven, stretched = load(table, UNEVEN) != 0, load(table, STRETCHED) != 0
     k = halves_of(seed)
     top = (np.int64(1) << bit_width) - 1
     steps, scratch = f32_scratch(block), f32_scratch(block)
@@ -243,9 +249,12 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, star
     for index in range(start, stop):
         first = index * block
         count = min(block, numel - first)
-        x = stage(source, load(table, KIND), first, count, steps if norm_at else scratch)
+        x = stage(source, load(table, KIND), first, count, steps if norm_at or stretched else scratch)
         if norm_at:  # from one memory to another, or LLVM would not vectorize it
             normalize_elements(x, first, count, norm_at, scratch)
+            x = scratch
+        if stretched:
+            stretch_elements(x, count, scratch)
             x = scratch
         if dithered:
             stochastic = False  # unless there are groups that do not shift their levels
@@ -314,12 +323,27 @@ def decoded(q, m, s, top, limit):
 
 
 @inlined
-def _decode_group(q, count, m, s, limit, levels, table, values):
-    """Values of the codes of one group; the levels have room for those of an uneven one."""
+def all_levels(m, s, limit, count, levels, table):
+    """Write the values of the codes of a group, of `count` at least."""
     bit_width = load(table, BIT_WIDTH)
     top = np.float32((np.int64(1) << bit_width) - 1)
     if load(table, UNEVEN) != 0 and is_flagged(s):
         uneven_levels(m, s, bit_width, limit, levels)
+    else:
+        for q in range(count):
+            store(levels, q, decoded(np.float32(np.int32(q)), m, s, top, limit))
+    if load(table, STRETCHED) != 0:
+        shrink_elements(levels, count)
+
+
+@inlined
+def _decode_group(q, count, m, s, limit, levels, table, values):
+    """Values of the codes of one group; the levels have room for those of an uneven one."""
+    bit_width = load(table, BIT_WIDTH)
+    top = np.float32((np.int64(1) << bit_width) - 1)
+    stretched = load(table, STRETCHED) != 0
+    if stretched or (load(table, UNEVEN) != 0 and is_flagged(s)):
+        all_levels(m, s, limit, np.int64(1) << bit_width, levels, table)
         look_up_row(q, count, bit_width, levels, values)
     elif not is_flagged(s) and abs(m) + s * top < np.float32(0.5) * limit:  # no value comes near the limit
         for e in range(count):

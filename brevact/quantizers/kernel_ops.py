@@ -95,7 +95,8 @@ def quantize_uniform(
 ) -> None:
     """Quantize a tensor: q = round(clip((x - m) / s, 0, 2^b - 1)) with the m and s of `reference.calibrate`.
 
-    With a factor, (x - mean) * factor is quantized, without a copy by kernels.
+    With a factor, (x - mean) * factor is quantized, without a copy by kernels. If the plan is stretched, elements are
+    first stretched, and values of codes shrunk again wherever they are decoded.
 
     In a flagged group code 2^b - 1 stands for elements that are not finite, and finite elements take the codes below
     it. Elements that are exactly 0 take the level there, if there is one: see `reference.calibrate`.
@@ -113,6 +114,7 @@ def quantize_uniform(
         if mean is not None:
             z.sub_(mean.view(-1, 1, place.row, 1))
         z.mul_(factor.view(-1, 1, place.row, 1))
+    flat = reference.stretched(flat.float()) if plan.stretched else flat
     key = None if seed is None else torch.as_tensor(seed, device=x.device)
     minimum, scale, has_zero = calibrate(flat, geometry, plan.scale_dtype, plan.minimum_dtype)
     top = (1 << geometry.bit_width) - 1
@@ -241,8 +243,10 @@ def _decoded(q: Tensor, group: Any, buffer: Tensor, plan: UniformPlan, dtype: to
     y = (base + step * q.float()).clamp(-limit, limit)
     if plan.uneven:
         parts = minimum.view(torch.int32)[group], scale.view(torch.int16)[group]
-        return torch.where(flagged, uneven.values(q, *parts, plan.geometry.bit_width, limit), y).to(dtype)
-    return y.masked_fill(flagged & (q == top), float("nan")).to(dtype)
+        y = torch.where(flagged, uneven.values(q, *parts, plan.geometry.bit_width, limit), y)
+    else:
+        y = y.masked_fill(flagged & (q == top), float("nan"))
+    return (reference.shrunk(y) if plan.stretched else y).to(dtype)
 
 
 @run_by_kernels

@@ -172,6 +172,9 @@ class PackedActivation:
 
     `uneven.fit` chooses among them. Other formats and metadata keep their levels.
 
+    **Stretched elements.** Codes of a `StretchedQuantizer` are those of y = x + 50 x / (2.5 + |x|), computed in float32
+    (`reference.stretched`), and y, clamped to the finite range of the tensor's dtype, decodes to x.
+
     **Large ranges.** Elements that are finite in float32 decode to finite values. If the range of a uniform quantizer's
     group is 2^128 - 2^122 or more, as a mask with the lowest float beside large values makes it, elements beyond
     +-2^125 count as +-2^125; with a level at zero, from a range of 2^126 on.

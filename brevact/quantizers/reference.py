@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from brevact.geometry import Geometry, packed_bytes
+from brevact.geometry import BEND, FAR, STRETCH, Geometry, packed_bytes
 from brevact.quantizers.brief import brief
 
 ROUNDS = 7
@@ -333,3 +333,18 @@ def round_up(x: Tensor, unit: int) -> Tensor:
 
 def _cut(x: Tensor, unit: int) -> Tensor:
     return (x.view(torch.int32) & -unit).view(torch.float32)
+
+
+def stretched(x: Tensor) -> Tensor:
+    """y = x + 50 x / (2.5 + |x|), float32: levels of y are dense where derivatives of activation functions bend."""
+    near = x.clamp(-FAR, FAR)  # so that infinities stay
+    return x + near / (near.abs() + BEND) * STRETCH
+
+
+def shrunk(y: Tensor) -> Tensor:
+    """The inverse of `stretched`: y - 2 p y / (|y| + r + p + b) with p = 50, b = 2.5, r^2 = (|y| - p + b)^2 + 4 p b."""
+    near = y.clamp(-FAR, FAR)
+    size = near.abs()
+    part = size - (STRETCH - BEND)
+    root = (part * part + 4 * STRETCH * BEND).double().sqrt().float()  # MKL's float32 root is not the nearest one
+    return y - near / (size + root + (STRETCH + BEND)) * (2 * STRETCH)

@@ -7,6 +7,7 @@ Kernels are launched without contraction to fused multiply-adds; those written o
 import triton
 import triton.language as tl
 
+from brevact.geometry import BEND, FAR, STRETCH
 from brevact.private_names.of_triton import InterpretedFunction
 
 MAGIC = tl.constexpr(12582912.0)
@@ -19,6 +20,7 @@ _UNIT_2_7, _UNIT_2_7_BITS = tl.constexpr(128.0), tl.constexpr(0x43000000)
 """2^7, where the last bit of a float is 2^-16."""
 
 _SIGN = tl.constexpr(-(2**31))
+_BEND, _STRETCH, _FAR = tl.constexpr(BEND), tl.constexpr(STRETCH), tl.constexpr(FAR)
 
 
 @triton.jit
@@ -86,6 +88,23 @@ def round_up(x, UNIT: tl.constexpr):
 def cut(x, UNIT: tl.constexpr):
     """Non-negative float32 down in the same way."""
     return (x.to(tl.int32, bitcast=True) & -UNIT).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def stretch(x):
+    """See `reference.stretched`."""
+    near = tl.minimum(tl.maximum(x, -_FAR), _FAR)
+    return x + tl.div_rn(near, tl.abs(near) + _BEND) * _STRETCH
+
+
+@triton.jit
+def shrink(y):
+    """See `reference.shrunk`."""
+    near = tl.minimum(tl.maximum(y, -_FAR), _FAR)
+    size = tl.abs(near)
+    part = size - (_STRETCH - _BEND)
+    root = tl.sqrt_rn(part * part + 4 * _STRETCH * _BEND)
+    return y - tl.div_rn(near, size + root + (_STRETCH + _BEND)) * (2 * _STRETCH)
 
 
 _INTERPRETED = tl.constexpr(isinstance(key_of, InterpretedFunction))

@@ -8,8 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from brevact.geometry import Geometry, Place
-from brevact.triton_kernels.floats import maximum, minimum, widen
+from brevact.geometry import Geometry, Place, UniformPlan
+from brevact.triton_kernels.floats import maximum, minimum, stretch, widen
 from brevact.triton_kernels.tiles import element_mask
 
 _PLAIN, _ROWS, _INNER, _ALIGNED, _ALIKE, _CONSECUTIVE, _TWO, _ONE = 4, 1, 2, 8, 16, 32, 64, 128
@@ -18,18 +18,20 @@ LARGEST_RUN = 1 << 30
 """Elements of a row, and of a run of groups inside of it, that 32-bit places reach."""
 
 
-def fits(place: Place | None, numel: int) -> bool:
-    return place is None or (place.inner <= LARGEST_RUN and (place.outer >= numel or place.outer <= LARGEST_RUN))
+def fits(place: Place | None, plan: UniformPlan) -> bool:
+    if place is None or plan.stretched:  # not both
+        return place is None
+    return place.inner <= LARGEST_RUN and (place.outer >= plan.geometry.numel or place.outer <= LARGEST_RUN)
 
 
-def values_of(place: Place | None, geometry: Geometry) -> dict[str, int]:
-    """A place by the kernels' parameters, 0 for none.
+def values_of(place: Place | None, geometry: Geometry, stretched: bool = False) -> dict[str, int]:
+    """A place by the kernels' parameters, 0 for none, with a PLACE of -1 if elements are stretched instead.
 
     Flags: several rows, groups in a row, one group a plane's row; and whether each eight elements from a multiple of
     eight on have one group, eight groups in a row, or one or two groups.
     """
     if place is None:
-        return dict.fromkeys(("outer", "places", "span", "run", "PLACE"), 0)
+        return dict.fromkeys(("outer", "places", "span", "run"), 0) | {"PLACE": -stretched}
     rows, inner, columns = place.outer < geometry.numel, place.inner > 1, geometry.block_size // 8
     aligned = not (rows and place.outer % columns) and not (inner and place.run % columns)
     flags = _PLAIN + _ROWS * rows + _INNER * inner + _ALIGNED * aligned
@@ -168,11 +170,16 @@ def normalize_elements(x, norm, mean, factor):
 
 @triton.jit
 def normalize_planes(planes, norm, tile, BLOCK: tl.constexpr, PLACE: tl.constexpr, RAGGED: tl.constexpr):
+    """Normalized elements, or, without a place, stretched ones."""
     normalized = ()
     for i in tl.static_range(8):
-        valid = element_mask(i, tile, RAGGED)
-        mean, factor = load_statistics_of_plane(norm, tile, i, valid, BLOCK, PLACE, RAGGED, near_of(planes[i].dtype))
-        normalized += (normalize_elements(widen(planes[i]), norm, mean, factor),)
+        x, valid = widen(planes[i]), element_mask(i, tile, RAGGED)
+        if PLACE < 0:
+            normalized += (stretch(x),)
+        else:
+            near: tl.constexpr = near_of(planes[i].dtype)
+            mean, factor = load_statistics_of_plane(norm, tile, i, valid, BLOCK, PLACE, RAGGED, near)
+            normalized += (normalize_elements(x, norm, mean, factor),)
     return normalized
 
 

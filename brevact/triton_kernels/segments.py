@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from brevact.geometry import Place, Segments, UniformPlan
-from brevact.triton_kernels.floats import cast, maximum, minimum, widen
+from brevact.triton_kernels.floats import cast, maximum, minimum, shrink, widen
 from brevact.triton_kernels.launch import Program, over_blocks, parts_of
 from brevact.triton_kernels.normalize import LARGEST_RUN
 from brevact.triton_kernels.tiles import element_mask, load_bytes, plane_of, tile, unpack_code
@@ -30,6 +30,7 @@ def map_levels_kernel(
     scale_ptr, minimum_ptr, table_ptr, entries, inner, run, slots, last, groups, largest,
     mean_ptr, factor_ptr, place_outer, place_row, place_inner, place_run,
     BIT_WIDTH: tl.constexpr, ROUNDING: tl.constexpr, TILE: tl.constexpr, UNEVEN: tl.constexpr,
+    STRETCHED: tl.constexpr,
 ):  # fmt: skip
     """ROUNDING: type of decoded values, 0 float32, 1 bfloat16, 2 float16. `last`: number of the last statistics run."""
     entry = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -39,6 +40,8 @@ def map_levels_kernel(
     group = bucket % groups
     base, scale, flagged = load_grid(scale_ptr + group, minimum_ptr + group, valid, BIT_WIDTH)
     y = value_of(q, base, scale, flagged, largest, BIT_WIDTH, UNEVEN, FLAGGED=True)
+    if STRETCHED:
+        y = shrink(y)
     if ROUNDING == 1:
         y = widen(cast(y, tl.bfloat16))
     elif ROUNDING == 2:
@@ -123,6 +126,7 @@ def _mapping(plan: UniformPlan, dtype: torch.dtype, place: Place | None, segment
         "ROUNDING": _ROUNDINGS[dtype],
         "TILE": LEVELS_TILE,
         "UNEVEN": plan.uneven,
+        "STRETCHED": plan.stretched,
     }
     return Program(map_levels_kernel, (-(-entries // LEVELS_TILE),), **values)
 

@@ -27,6 +27,8 @@ from brevact.triton_kernels.floats import (
     minimum,
     nearest_int,
     round_stochastic,
+    shrink,
+    stretch,
     widen,
 )
 from brevact.triton_kernels.groups import (
@@ -93,7 +95,8 @@ def dequantize_blocks(
     BIT_WIDTH: tl.constexpr, BLOCK: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr, PLACE: tl.constexpr,
     RAGGED: tl.constexpr, UNEVEN: tl.constexpr, FLAGGED: tl.constexpr,
 ):  # fmt: skip
-    """ALIGNED: a row of a whole block's plane lies in one group. With a PLACE, undo a normalization and add `other`."""
+    """ALIGNED: a row of a whole block's plane lies in one group. With a PLACE, undo a normalization and add `other`;
+    with one of -1, shrink elements."""
     PLANES: tl.constexpr = INNER // (BLOCK // 8) if INNER > BLOCK // 8 else 1  # with the same groups
     dtype: tl.constexpr = target_ptr.dtype.element_ty
     codes_ptr, scale_ptr, minimum_ptr = stored
@@ -108,13 +111,15 @@ def dequantize_blocks(
             group = first // INNER + offset.to(tl.uint32) // INNER
             base, scale, flagged = load_grid(scale_ptr + group, minimum_ptr + group, valid, BIT_WIDTH)
         y = value_of(unpack_code(packed, i, BIT_WIDTH), base, scale, flagged, largest, BIT_WIDTH, UNEVEN, FLAGGED)
-        if PLACE:
+        if PLACE < 0:
+            y = shrink(y)
+        elif PLACE:
             mean, factor = load_statistics_of_plane(norm, at, i, valid, BLOCK, PLACE, RAGGED, near_of(dtype))
             y = denormalize_elements(y, norm, mean, factor, dtype)
         y, pointers = cast(y, dtype), first + (row * BLOCK + i * stride + column)
         if other_ptr is not None:
             other = widen(tl.load(other_ptr + pointers, mask=valid))
-            y = cast(widen(y) + other if PLACE else widen(y) * other, dtype)
+            y = cast(widen(y) + other if PLACE > 0 else widen(y) * other, dtype)
         tl.store(target_ptr + pointers, y, mask=valid)
 
 
@@ -357,7 +362,9 @@ def quantize_blocks(
     element = tl.arange(0, GROUPS_2)[:, None] * INNER + lane
     valid = (lane < INNER) & (element < count)
     x_GI = widen(tl.load(x_ptr + first + element, mask=valid))
-    if PLACE:
+    if PLACE < 0:
+        x_GI = stretch(x_GI)
+    elif PLACE:
         mean, factor = load_statistics(norm, first, element, valid, PLACE)
         x_GI = normalize_elements(x_GI, norm, mean, factor)
     low_GI, high_GI = finite_keys(x_GI, valid)
@@ -427,7 +434,8 @@ def quantize_kernel(
     INNER: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     GROUPS_2: tl.constexpr, INNER_2: tl.constexpr, COLUMNS_2: tl.constexpr, PLACE: tl.constexpr,
 ):  # fmt: skip
-    """Quantize in one pass; with a PLACE, elements are normalized as they are loaded. With ROWS, groups are UNEVEN."""
+    """Quantize in one pass. With a PLACE, elements are normalized (-1: stretched) as they are loaded. With ROWS, groups
+    are UNEVEN."""
     stored, norm = (codes_ptr, scale_ptr, minimum_ptr), (mean_ptr, factor_ptr, outer, places, span, run)
     if ROWS > 0:
         quantize_whole_blocks(
@@ -469,7 +477,7 @@ def quantize_uniform(
 def _quantizing(plan: UniformPlan, itemsize: int, stochastic: bool, place: Place | None) -> Program | None:
     """The program of one read, if any. Its tensors: elements, buffer (codes, scales, minima), seed, means, factors."""
     geometry = plan.geometry
-    if not plan.has_kernels or not fits(place, geometry.numel):
+    if not plan.has_kernels or not fits(place, plan):
         return None
     constants = {
         "STOCHASTIC": stochastic,
@@ -479,9 +487,10 @@ def _quantizing(plan: UniformPlan, itemsize: int, stochastic: bool, place: Place
         "GROUPS_2": next_power_of_2(max(geometry.block_size // geometry.inner, 1)),
         "INNER_2": next_power_of_2(geometry.inner),
     }
-    constants |= parts_of(plan) | values_of(place, geometry)
+    constants |= parts_of(plan) | values_of(place, geometry, plan.stretched)
     registers, is_default = None, geometry.block_size == DEFAULT_BLOCK
-    if is_default and plan.uneven and itemsize == 2 and geometry.bit_width >= 4 and geometry.inner == DEFAULT_BLOCK:
+    is_few = plan.uneven and itemsize == 2 and geometry.bit_width >= 4 and not plan.stretched
+    if is_default and is_few and geometry.inner == DEFAULT_BLOCK:
         registers = FEW_REGISTERS
     elif is_default:
         registers = MOST_REGISTERS
@@ -511,7 +520,7 @@ def dequantize_uniform(
 def _decoding(plan: UniformPlan, dtype: torch.dtype, place: Place | None) -> Program | None:
     """Its tensors: buffer (codes, scales, minima), factor or addend, target, means, factors. None if out of reach."""
     geometry = plan.geometry
-    if not plan.has_kernels or not fits(place, geometry.numel):
+    if not plan.has_kernels or not fits(place, plan):
         return None
     values: dict[str, Any] = {
         "largest": torch.finfo(dtype if place is None else torch.float32).max,
@@ -519,5 +528,5 @@ def _decoding(plan: UniformPlan, dtype: torch.dtype, place: Place | None) -> Pro
         "INNER": geometry.inner,
         "ALIGNED": geometry.inner % (geometry.block_size // 8) == 0,
     }
-    values |= parts_of(plan) | values_of(place, geometry)
+    values |= parts_of(plan) | values_of(place, geometry, plan.stretched)
     return over_blocks(dequantize_kernel, geometry, dtype.itemsize, **values)

@@ -164,6 +164,21 @@ def test_quantize_bytes_of_uneven_buckets(backend, bit_width, bucket_size, round
     backend.check_quantizer(quantizer, uneven_values(bucket_size, dtype), multiply=rounding is Rounding.NEAREST)
 
 
+@pytest.mark.parametrize(
+    "bit_width, rounding, dtype", few_interpreted(taking_turns((4, 2, 8, 5), list(Rounding), DTYPES), most=3), ids=str
+)
+def test_bytes_of_stretched_elements(backend, bit_width, rounding, dtype):
+    """Even buckets, shifted or not, beside zeros, and uneven ones of the largest numbers, infinities and NaN."""
+    torch.manual_seed(bit_width)
+    x = torch.randn(12 * 512 + 71) * 10 ** torch.linspace(-6, 5, 12 * 512 + 71)
+    x[1024:1536], x[2048:2560:7] = x[1024:1536].abs() + 3, 0.0
+    for place, value in enumerate((float("inf"), -float("inf"), float("nan"), torch.finfo(dtype).max, 65504.0, 1e10)):
+        x[512 * (place + 2) + 100] = value
+    for bucket_size in backend.all_of((512, 100, 8), 512):
+        quantizer = UniformQuantizer(bit_width=bit_width, rounding=rounding, bucket_size=bucket_size).for_smooth
+        backend.check_quantizer(quantizer, x.to(dtype), multiply=rounding is Rounding.NEAREST)
+
+
 @pytest.mark.parametrize("bit_width", [2, 8])
 def test_quantize_rounds_to_the_nearest_and_halves_to_even(backend, bit_width):
     """Every position is a quarter of an integer, two, three or four."""

@@ -132,8 +132,10 @@ def _of_uniform(name: str, x: Tensor, other: Tensor) -> list[tuple[Any, ...]]:
     mean, factor, place = torch.randn(15), torch.rand(15), Place(219, 3, 219, 73)
     bits = torch.randint(0, 256, (packed_bytes(_N, 1, 512),)).byte()
     of_segments = name in ("map_levels", "look_up")
-    for bucket_size in (64, 100, 256) if of_segments else (64, 100, 512):
-        spec = PackedSpec.of(UniformQuantizer(bit_width=3, bucket_size=bucket_size), Layout.of(x))
+    sizes = (64, 100, 256) if of_segments else (64, 100, 512)
+    quantizers: list[Any] = [UniformQuantizer(bit_width=3, bucket_size=bucket_size) for bucket_size in sizes]
+    for quantizer in quantizers + [quantizers[0].for_smooth] * of_segments:
+        spec = PackedSpec.of(quantizer, Layout.of(x))
         plan, buffer = plan_of(spec), torch.zeros(spec.nbytes, dtype=torch.uint8)
         kernel_ops.quantize_uniform.reference(x, plan, SEED, None, None, None, buffer)
         empty, target = Unwritten(spec.nbytes, pattern=0), Unwritten(_N, torch.float32)

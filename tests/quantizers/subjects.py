@@ -22,6 +22,7 @@ from brevact.quantizers import (
     SignMagnitudeQuantizer,
     UniformQuantizer,
     WeibullQuantizer,
+    reference,
     uneven,
     unpack_codes,
 )
@@ -100,6 +101,14 @@ def uniform_step(packed: PackedActivation, x: Tensor) -> Tensor:
         is_far = far.isfinite() & ((z - far).abs() <= far.abs() * 2.0**-16)
         step[rows] = torch.where(is_far, far.abs() * 2.0**-15, gap)
     return packed.layout.restore(step)
+
+
+def stretched_step(packed: PackedActivation, x: Tensor) -> Tensor:
+    """The larger of the ways to an element that is stretched a step farther, and back."""
+    layout, flat = packed.layout, packed.layout.flatten(x.detach()).float()
+    y = reference.stretched(flat)
+    step = layout.flatten(uniform_step(packed, layout.restore(y)))
+    return layout.restore(torch.maximum(reference.shrunk(y + step) - flat, flat - reference.shrunk(y - step)))
 
 
 def sign_magnitude_step(packed: PackedActivation, x: Tensor) -> Tensor:
@@ -267,6 +276,16 @@ SUBJECTS: dict[str, Subject] = {
     "sign-magnitude-l2": _sign_magnitude(use_max=False),
     "sign-magnitude-bucket-100": _sign_magnitude(bucket=100, base_levels=1, mix_levels=64, mix_levels_prob=0.5),
     "sign-magnitude-tensor": _sign_magnitude(bucket=None, mix_levels_prob=0.5),
+    **{
+        f"stretched-{width}": Subject(
+            UniformQuantizer(bit_width=width, rounding=rounding).for_smooth,
+            stretched_step,
+            unbiased=False,
+            constant_dtype=None,
+            roundings=5 * 21,  # of y, up to 21 times x
+        )
+        for width, rounding in ((4, Rounding.DITHERED), (8, Rounding.STOCHASTIC))
+    },
     "uniform-bfloat16-minimum": _uniform(bit_width=4, minimum_dtype=torch.bfloat16),
 }
 

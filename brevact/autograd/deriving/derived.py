@@ -307,34 +307,12 @@ def keep_source(region: Region, x: Tensor) -> Saved | None:
         return known if known[1].quality.is_enough_for(settings, is_nonlinear=True) else None
     if not settings.derives_curved or x.numel() < settings.min_numel:
         return None
-    if not settings.spreads or region.find_kept(x) is not None:
+    if settings.for_smooth is None or region.find_kept(x) is not None:
         kept = region.keep(x)
         return None if kept[1] is AS_IT_IS else kept
-    packed = region.keep(spread(x.detach()), share=False)
-    found = function_of(gathered, (packed,), x, is_curved=True)
-    if found is not None:
-        region.register(x, found)
-    return found
-
-
-#: Magnitude at which derivatives of activation functions bend, and how far levels there are spread, up to 21 times.
-_BEND, _SPREAD, _FAR = 2.5, 50.0, 1e4
-
-
-def spread(x: Tensor) -> Tensor:
-    """y = x + p x / (b + |x|): its levels are dense where derivatives bend, however far other elements lie."""
-    near = x.clamp(-_FAR, _FAR)  # so that infinities stay
-    found = torch.addcdiv(x, near, near.abs() + _BEND, value=_SPREAD)
-    return torch.where(x.abs() < 65400, found, x) if x.dtype is torch.float16 else found  # whose largest overflow
-
-
-def gathered(y: Tensor) -> Tensor:
-    """The inverse of :func:`spread`: y - 2 p y / (|y| + p + b + r), with r^2 = (|y| - p + b)^2 + 4 p b."""
-    wide = y.to(torch.promote_types(y.dtype, torch.float32))
-    near = wide.clamp(-_FAR, _FAR)
-    size = near.abs()
-    root = ((size - (_SPREAD - _BEND)).square() + 4 * _SPREAD * _BEND).sqrt()
-    return torch.addcdiv(wide, near, size + root + (_SPREAD + _BEND), value=-2 * _SPREAD).to(y.dtype)
+    kept = region.keep_by(settings.for_smooth, x)
+    region.register(x, kept)
+    return kept
 
 
 class Kind(Enum):

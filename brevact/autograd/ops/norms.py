@@ -168,7 +168,7 @@ def _run_levels(
     spread = spread if is_frozen else mean * 0 + spread
     mark = x * 0 if is_frozen else norm.alignment.align(spread - spread, x.shape)
     given = NormInput(norm, mean, spread, x.dtype)
-    kept = region.keep_levels(input, given)
+    kept = region.keep_by(region.settings.for_normalized, input, given)
     if region.settings.quantizes_forward:
         _write_affine(out, norm, kept, mark, weight, bias)
     return out, kept, given, sum_of_channels(mark) if is_frozen else None

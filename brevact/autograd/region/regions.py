@@ -214,9 +214,10 @@ class Region:
             return (complex_of(tensors[0], x.is_conj()),), AS_IT_IS
         return tensors, mapped(decoder, BoundCall(complex_of, (Tensor, x.is_conj())))
 
-    def keep_levels(self, x: Tensor, norm: NormInput) -> Saved:
+    def keep_by(self, settings: BackwardSettings, x: Tensor, norm: NormInput | None = None) -> Saved:
+        """Save ``x`` by other settings than the region's: of normalized values, or of smooth functions' inputs."""
         with no_dispatch_modes() if self.is_counted else nullcontext():
-            return self.keep(x, norm=norm, settings=self.settings.for_normalized)
+            return self.keep(x, share=norm is not None, norm=norm, settings=settings)
 
     def _pack(self, x: Tensor, settings: BackwardSettings, repeats: bool, norm: NormInput | None) -> Saved:
         quantizer = settings.quantizer

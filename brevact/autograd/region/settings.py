@@ -14,7 +14,6 @@ from brevact.autograd.interop.other_code import is_path
 from brevact.quantizers import from_text, to_text
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_bit_width, check_bool, check_int
-from brevact.quantizers.normalizing import has_uniform_codes
 
 
 class SaveMode(str, enum.Enum):
@@ -61,11 +60,6 @@ def bits_of(quantizer: Any) -> int:
     """Return the bits per code, a mean rounded down; 0 for quantizers without a bit width."""
     width = getattr(nominal_quantizer(quantizer), "bit_width", 0)
     return int(width) if isinstance(width, int | float) else 0
-
-
-def has_even_levels(quantizer: Any) -> bool:
-    """Whether a bucket's levels are evenly spaced, so that a function may spread them (``derived.spread``)."""
-    return has_uniform_codes(quantizer) and bits_of(quantizer) <= 8
 
 
 _text_of = functools.lru_cache(maxsize=256)(to_text)
@@ -149,9 +143,6 @@ class BackwardSettings:
     derives_curved: bool = field(init=False, repr=False, compare=False)
     """Whether smooth functions of packed tensors are derived, too."""
 
-    spreads: bool = field(init=False, repr=False, compare=False)
-    """Whether inputs of smooth functions are packed with levels that are dense around zero (``derived``)."""
-
     is_lossless: bool = field(init=False, repr=False, compare=False)
     """Whether decoding returns the packed tensor bit for bit, so that norms pack their input, not normalized values."""
 
@@ -201,7 +192,6 @@ class BackwardSettings:
             keeps_elements=has["keeps_elements"],
             derives=derives,
             derives_curved=derives_curved,
-            spreads=derives_curved and has_even_levels(quantizer) and not self.double_backward,
             draws_size=draws_size,
             quantizes_forward=has["quantize_forward"] and getattr(quantizer, "for_normalized", None) is not None,
             leaves_ops_to_torch=has["is_exact"] or self.double_backward,
@@ -259,6 +249,12 @@ class BackwardSettings:
             return None
         least = 0 if self.quantizes_forward else self.min_numel
         return BackwardSettings(quantizer, self.save_mode, least, derive_min_bits=self.derive_min_bits, recompute=0)
+
+    @functools.cached_property
+    def for_smooth(self) -> BackwardSettings | None:
+        """Settings with which smooth functions store their input, with dense levels around 0; None for even ones."""
+        quantizer = getattr(self.quantizer, "for_smooth", None)
+        return None if quantizer is None or self.double_backward else replace(self, quantizer=quantizer)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the fields: keys do not outlive the process."""

@@ -81,6 +81,11 @@ class Quality(NamedTuple):
         return Quality(coarser, is_curved, cost)
 
 
+def quality_of(quantizer: Any) -> Quality:
+    """Return the quality of a tensor that a quantizer packs; stretched levels are a nonlinear function of codes."""
+    return Quality(quantizer, getattr(quantizer, "is_stretched", False))
+
+
 #: Quality of a tensor that is saved losslessly.
 EXACT = Quality()
 
@@ -197,7 +202,7 @@ class _Packed(Decoder):
     lasts = decodes_through = True
 
     def __init__(self, spec: PackedSpec) -> None:
-        self._spec, self.quality = spec, Quality(spec.quantizer)
+        self._spec, self.quality = spec, quality_of(spec.quantizer)
 
     def decode(self, tensors: Tensors) -> Tensor:
         spec, buffer = self._spec, tensors[0]
@@ -246,7 +251,7 @@ class PackedOnBackward(Decoder):
 
     @property
     def quality(self) -> Quality:  # type: ignore[override]
-        return Quality(self.quantizer)
+        return quality_of(self.quantizer)
 
     def _pack(self, tensors: Tensors) -> PackedActivation:
         seed = tensors[1] if self.seed is None else self.seed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from brevact.quantizers.quantizer import Quantizer
 from brevact.quantizers.rounding import Rounding
 
 BIT_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
+Q = TypeVar("Q", bound="UniformQuantizer")
 _METADATA_DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -145,7 +146,15 @@ class UniformQuantizer(Quantizer):
     @functools.cached_property
     def has_uniform_codes(self) -> bool:
         """Whether the kernel ops of `plan_of` write and read its bytes; a subclass may quantize in another way."""
-        return type(self) is UniformQuantizer and not self.is_lossless
+        return type(self) in (UniformQuantizer, StretchedQuantizer) and not self.is_lossless
+
+    @property
+    def for_smooth(self) -> StretchedQuantizer | None:
+        """The same format for inputs of smooth functions; None for codes of more than 8 bits and for subclasses."""
+        return self._as(StretchedQuantizer) if self.has_uniform_codes and self.bit_width <= 8 else None
+
+    def _as(self, kind: type[Q]) -> Q:
+        return kind(**{name: getattr(self, name) for name in self.__dataclass_fields__})
 
     def parts(self, layout: Layout) -> tuple[Part, ...]:
         if self.is_lossless:
@@ -176,6 +185,27 @@ class UniformQuantizer(Quantizer):
             kernel_ops.dequantize_uniform(buffer, spec.plan or plan_of(spec), None, None, None, other, None, target)
 
 
+class StretchedQuantizer(UniformQuantizer):
+    """Quantizer of x by uniform codes of y = x + 50 x / (2.5 + |x|), so that levels are 21 times denser around 0.
+
+    For inputs of smooth activation functions, whose derivatives bend there, however far other elements lie. Decoded
+    elements have a rounding error of float32, constant buckets, too; those that are 0 decode to 0.
+
+    >>> q = UniformQuantizer(bit_width=4, bucket_size=4, rounding=Rounding.NEAREST)
+    >>> x = torch.tensor([-1.0, 0.5, 2.0, 300.0])
+    >>> q.quantize(x).dequantize()
+    tensor([ -1.0000,  -1.0000,  -1.0000, 300.8750])
+    >>> q.for_smooth.quantize(x).dequantize()
+    tensor([ -1.0000,   0.5173,   3.6825, 300.7515])
+    """
+
+    is_stretched = True
+
+    @functools.cached_property
+    def nominal(self) -> UniformQuantizer:
+        return self._as(UniformQuantizer)
+
+
 @functools.lru_cache(maxsize=4096)
 def _geometry(quantizer: UniformQuantizer, layout: Layout) -> Geometry:
     granularity, n, bit_width = quantizer.granularity, layout.numel, quantizer.bit_width
@@ -195,5 +225,6 @@ def plan_of(spec: PackedSpec[UniformQuantizer]) -> UniformPlan:
         geometry, dtypes = quantizer.geometry(spec.layout), (quantizer.scale_dtype, quantizer.minimum_dtype)
         _, minimum_at, scale_at = spec.offsets
         is_dithered = quantizer.rounding is Rounding.DITHERED
-        plan = spec.plan = UniformPlan(geometry, *dtypes, minimum_at, scale_at, is_dithered)
+        is_stretched = isinstance(quantizer, StretchedQuantizer)
+        plan = spec.plan = UniformPlan(geometry, *dtypes, minimum_at, scale_at, is_dithered, is_stretched)
     return plan
