@@ -246,7 +246,7 @@ class SavedTensorHooks:
             tensors, decoder = self._region.keep(input)
             if decoder is AS_IT_IS and storage_address(tensors[0]) == storage_address(x):
                 return self._hand_on(((x,), AS_IT_IS))
-            return self._hand_on((tensors, mapped(decoder, BoundCall(torch.reshape, (Tensor, tuple(x.shape))))))
+            return self._hand_on(mapped((tensors, decoder), BoundCall(torch.reshape, (Tensor, tuple(x.shape)))))
 
         return self._run_marked(pack, layer, input, weight, *args)
 
@@ -366,7 +366,7 @@ class SavedTensorHooks:
             tensors, decoder = kept = self._keep(x, region, saver, unknown)
             if call is not None and region.packs and (made := call.result_with(x, kept)) is not None:
                 derive(region, *made, is_curved=made[1].is_curved, is_pointwise=False)
-            return self._hand_on((tensors, decoder if decoder is AS_IT_IS else own(decoder)))
+            return self._hand_on((tensors, decoder) if decoder is AS_IT_IS else own((tensors, decoder)))
 
     def _hand_on(self, kept: Saved) -> _Handle:
         """Return the object that autograd holds for a tensor; hooks around the region see the stored tensors."""
