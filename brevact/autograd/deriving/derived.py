@@ -104,24 +104,8 @@ def packed_in(kept: Saved, *, enters_layers: bool = True) -> set[int]:
     return {id(tensors[0])} if input is None else packed_in(input)
 
 
-class Derivation(NamedTuple):
-    """How an op's result derives from its operands' saved forms, independent of their values.
-
-    The decoder reads the operands' tensors at ``picks``. ``is_light``: the decoded packed sources are no larger than a
-    few results. The sources at ``small`` are saved unpacked.
-    """
-
-    decoder: Derived
-    picks: tuple[int, ...]
-    is_light: bool
-    small: tuple[int, ...]
-
-    def bind(self, tensors: Tensors) -> Saved:
-        return tuple(map(tensors.__getitem__, self.picks)), self.decoder
-
-
-#: Derivations of earlier training steps, keyed by rule, the operands' decoders, and which of their tensors are equal.
-_derivations: dict[Hashable, tuple[Derivation | None, tuple[Decoder, ...]]] = {}
+#: Results derived in earlier steps, keyed by rule, the operands' decoders, and which of their tensors are equal.
+_derivations: dict[Hashable, tuple[Derived | None, tuple[Decoder, ...]]] = {}
 _MOST_DERIVATIONS = 4096
 _CONSTANTS = (
     *(bool, int, float, str, type, torch.dtype, torch.device, torch.memory_format, TreeSpec),
@@ -146,8 +130,8 @@ class DerivationRule(NamedTuple):
     adds: bool = False
 
 
-def derivation(rule: DerivationRule, operands: Sequence[Saved], like: Tensor) -> tuple[Tensors, Derivation | None]:
-    """Return the tensors of all operands, and how a result with ``like``'s layout derives from them, if it does."""
+def derivation(rule: DerivationRule, operands: Sequence[Saved], like: Tensor) -> tuple[Tensors, Derived | None]:
+    """Return the operands' tensors, and the decoder of a result with ``like``'s layout, if it derives from them."""
     tensors: Tensors = ()
     decoders: tuple[Decoder, ...] = ()
     for kept, decoder in operands:
@@ -183,7 +167,7 @@ def _is_constant(value: Any, seen: tuple[Any, ...] = ()) -> bool:
 
 def _derive_anew(
     rule: DerivationRule, operands: Sequence[Saved], like: Tensor, places: dict[int, int], *, lasts: bool
-) -> Derivation | None:
+) -> Derived | None:
     """Derive a result from operands, None if it depends on too many; ``places``: their tensors' positions by id."""
     found = _Operands()
     operands_of_call = tuple([found.add(kept) for kept in operands])
@@ -206,10 +190,10 @@ def _derive_anew(
         elif not decoder.quality.is_exact:
             decoded_bytes += decoder.described(kept)[1]
     sources = tuple((decoder, len(kept)) for kept, decoder in found.sources)
-    made = Derived(sources, call, tuple(like.shape), stride, like.dtype, is_curved, lasts)
     picks = tuple(places[id(x)] for kept, _ in found.sources for x in kept)
     is_light = decoded_bytes <= max(MOST_DECODED, rule.most_packed) * like.nbytes
-    return Derivation(made, picks, is_light, tuple(small))
+    options = tuple(like.shape), stride, like.dtype, is_curved, lasts, picks, tuple(small), is_light
+    return Derived(sources, call, *options)
 
 
 def _is_of_one_place(operands: Sequence[Call | int]) -> bool:
@@ -267,7 +251,7 @@ def derive(
         tensors, found = derivation(DerivationRule(function, **properties), kept, out)
         if found is None or not found.is_light or 8 * sum([tensors[i].nbytes for i in found.small]) > out.numel():
             return  # unpacked sources may take a bit per result element
-        is_new = is_new and found.decoder.stride is not None
+        is_new = is_new and found.stride is not None
         region.register(out, found.bind(tensors), is_dirty=is_dirty, is_new=is_new)
 
 

@@ -77,6 +77,8 @@ class Derived(Expression):
 
     ``stride``: None for an expanded tensor, whose distinct elements may have any layout. ``is_curved``: the call is not
     linear. ``is_constant``: the call holds constants only, so the next training step derives the tensor by this object.
+    It reads the operands' tensors at ``picks``; those at ``small`` are saved unpacked. ``is_light``: the decoded packed
+    sources are no larger than a few results.
     """
 
     call: Call
@@ -85,6 +87,9 @@ class Derived(Expression):
     dtype: torch.dtype
     is_curved: bool = False
     is_constant: bool = False
+    picks: tuple[int, ...] = ()
+    small: tuple[int, ...] = ()
+    is_light: bool = True
 
     #: The call as a function of its one source, if it is pointwise and the source decodes through it.
     function: PointFunction | None = field(init=False)
@@ -105,6 +110,10 @@ class Derived(Expression):
         self.deep = frozenset(number for number, (decoder, _) in enumerate(self.sources) if decoder.depth)
         self.allows_double_backward = all([decoder.allows_double_backward for decoder, _ in self.sources])
         self.how = storage_report.EXACT if self.quality.is_exact else storage_report.DERIVED
+
+    def bind(self, tensors: Tensors) -> Saved:
+        """Return the saved form from the operands' tensors."""
+        return tuple(map(tensors.__getitem__, self.picks)), self
 
     @property
     def multiplies(self) -> bool:

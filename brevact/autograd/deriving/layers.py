@@ -36,7 +36,7 @@ from brevact.autograd.saving.saved import (
     TensorFunction,
     View,
     Weight,
-    one_object_each,
+    express,
     with_strides,
 )
 from brevact.autograd.saving.storages import LONE, Tensors, is_tracked
@@ -149,9 +149,6 @@ def samples_of_call(shape: Sequence[int]) -> int:
     return max(_NUMEL_OF_CALL // max(math.prod(shape[1:]), 1), 1)
 
 
-_layer_output = one_object_each(LayerOutput)
-
-
 def is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return torch.empty_strided(shape, stride, device="meta").is_contiguous()
 
@@ -188,18 +185,15 @@ def remember_output(
     known = region.find_kept(input)
     if known is None:
         return
-    inputs, of_input = known
-    if of_input.depth >= _most_nested(input, out):
+    if known[1].depth >= _most_nested(input, out):
         return
-    weights, of_weight = region.keep_weight(weight)
-    if of_weight is AS_IT_IS:
-        weights = (weight.detach(),)
-    decoder = (_layer_output if of_input.lasts and of_weight.lasts else LayerOutput)(
-        ((of_input, len(inputs)), (of_weight, len(weights))),
-        *(tuple(out.shape), out.stride(), out.dtype, math.ceil(cost), layer),
-    )
-    biases = () if bias is None else (as_now(region, bias, False),)
-    region.register(out, ((make_token(out.device), *inputs, *weights, *biases), decoder))
+    of_weight = region.keep_weight(weight)
+    if of_weight[1] is AS_IT_IS:
+        of_weight = (weight.detach(),), AS_IT_IS
+    others = () if bias is None else (as_now(region, bias, False),)
+    options = tuple(out.shape), out.stride(), out.dtype, math.ceil(cost), layer
+    token = make_token(out.device)
+    region.register(out, express(LayerOutput, (known, of_weight), *options, leading=(token,), others=others))
     count(out.numel())
 
 

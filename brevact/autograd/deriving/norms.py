@@ -35,6 +35,7 @@ from brevact.autograd.saving.saved import (
     Region,
     Saved,
     Weight,
+    express,
     one_object_each,
     with_strides,
 )
@@ -254,7 +255,6 @@ class NormOutput(Expression):
 
 
 packed_decoder = one_object_each(Centred)
-_norm_output = one_object_each(NormOutput)
 
 
 #: Least elements of a row with a bucket of its own: metadata add 2 % to its bytes at 4 bits.
@@ -292,10 +292,9 @@ class NormInput(NamedTuple):
         return normalize(x, *aligned(self.norm.alignment, self.mean, self.spread, x.shape))
 
     def unpacked(self, kept: Saved) -> Saved:
-        tensors, decoder = kept
         if self.alone:
             return kept
-        return (*tensors, *self.statistics), Unpacked(((decoder, len(tensors)),), len(self.statistics))
+        return express(Unpacked, (kept,), len(self.statistics), others=self.statistics)
 
     def pack(self, x: Tensor, quantizer: Any, seed: int | Tensor, save_mode: SaveMode) -> Saved:
         """Pack the input, now or in backward; its means are not saved with codes, since backward does not read them."""
@@ -329,9 +328,8 @@ def output_of(region: Region, norm: Any, kept: Saved, out: Tensor, weight: Weigh
     sources = decoder.sources(tensors)
     affine = tuple([as_now(region, x, x is weight) for x in (weight, bias) if x is not None])
     has = weight is not None, bias is not None
-    make = _norm_output if decoder.lasts else NormOutput
     plan = norm.packing if weight is not None and decoder.lasts else None
-    return (*sources, *affine), make(((decoder, len(sources)),), norm.alignment, has, out.shape, out.dtype, plan)
+    return express(*(NormOutput, ((sources, decoder),), norm.alignment, has, out.shape, out.dtype, plan), others=affine)
 
 
 #: Elements to which a norm is applied at once: they stay in a CPU cache. A GPU takes all elements.
@@ -444,29 +442,21 @@ def _of_none(channels: int, dtype: torch.dtype, device: torch.device) -> tuple[T
     return torch.zeros(channels, dtype=dtype, device=device), torch.ones(channels, dtype=dtype, device=device)
 
 
-_output, _of_channels = one_object_each(NormOutputAgain), one_object_each(ChannelsAgain)
-
-
 def recomputed_output(
     region: Region, norm: NormInput, kept: Saved, out: Tensor, weight: Weight, bias: Weight
 ) -> Saved | None:
-    tensors, decoder = kept
-    if isinstance(decoder, Unpacked):
-        tensors, decoder = decoder.source(tensors)
-    if not is_output(decoder):
+    if isinstance(kept[1], Unpacked):
+        kept = kept[1].source(kept[0])
+    if not is_output(kept[1]):
         return None
-    sources, alignment = ((decoder, len(tensors)),), norm.norm.alignment
-    rest = tuple(out.shape), out.stride(), out.dtype
+    alignment, rest = norm.norm.alignment, (tuple(out.shape), out.stride(), out.dtype)
     if norm.mean is not None and norm.mean.shape == norm.spread.shape == out.shape[1:2] and out.dim() > 2:
         with torch.no_grad():
             scale = alignment.inverse(norm.spread)
             scale = scale if weight is None else scale * weight
             shift = -norm.mean * scale if bias is None else bias - norm.mean * scale
-        make = _of_channels if decoder.lasts else ChannelsAgain
-        weights = () if weight is None else (as_now(region, weight, True),)
-        return (*tensors, norm.spread, shift, *weights), make(sources, alignment, (weight is not None,), *rest)
-    others = (norm.mean, *(y if y is None else as_now(region, y, y is weight) for y in (weight, bias)))
-    result = (_output if decoder.lasts else NormOutputAgain)(
-        sources, alignment, tuple(y is not None for y in others), *rest
-    )
-    return (*tensors, norm.spread, *(y for y in others if y is not None)), result
+        others = norm.spread, shift, *(() if weight is None else (as_now(region, weight, True),))
+        return express(ChannelsAgain, (kept,), alignment, (weight is not None,), *rest, others=others)
+    given = norm.mean, *(y if y is None else as_now(region, y, y is weight) for y in (weight, bias))
+    has, others = tuple(y is not None for y in given), (norm.spread, *(y for y in given if y is not None))
+    return express(NormOutputAgain, (kept,), alignment, has, *rest, others=others)

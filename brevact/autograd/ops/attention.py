@@ -33,15 +33,7 @@ from brevact.autograd.deriving.layers import MOST_NESTED, HeldOutput, can_recomp
 from brevact.autograd.ops.base import Formula, Needs, outside_regions, requires_grad, run_inside, save, with_bits
 from brevact.autograd.ops.op import Op, Stored
 from brevact.autograd.ops.products import keep_operand, without_autocast_cache
-from brevact.autograd.saving.saved import (
-    AS_IT_IS,
-    Region,
-    Saved,
-    distinct_elements,
-    mapped,
-    one_object_each,
-    with_strides,
-)
+from brevact.autograd.saving.saved import AS_IT_IS, Region, Saved, distinct_elements, express, mapped, with_strides
 from brevact.autograd.saving.storages import find_shared, share_packed, storage_address
 from brevact.autograd.saving.store import reported
 from brevact.private_names.of_torch import attention_by_math, choose_attention, is_any_autocast_enabled
@@ -187,9 +179,6 @@ class _AttentionOutput(HeldOutput):
         return with_strides(out.detach(), self.stride), (out, tuple(leaves))
 
 
-_attention_output = one_object_each(_AttentionOutput)
-
-
 def _remember(
     region: Region, kept: tuple, out: Tensor, keys: int, mask: Tensor | None, options: _Options, needs: Needs
 ) -> Saved | None:
@@ -200,14 +189,9 @@ def _remember(
         return None
     if not can_recompute(region, out):
         return None
-    lasts = all(decoder.lasts for _, decoder in sources)
-    decoder = (_attention_output if lasts else _AttentionOutput)(
-        tuple((decoder, len(tensors)) for tensors, decoder in sources),
-        *(tuple(out.shape), out.stride(), out.dtype, 2 * keys, options, needs),
-    )
-    token = make_token(out.device)
-    masks = () if mask is None else (mask.detach(),)
-    region.register(out, ((token, *(x for tensors, _ in sources for x in tensors), *masks), decoder))
+    token, masks = make_token(out.device), () if mask is None else (mask.detach(),)
+    of_output = tuple(out.shape), out.stride(), out.dtype, 2 * keys, options, needs
+    region.register(out, express(_AttentionOutput, sources, *of_output, leading=(token,), others=masks))
     return (token,), AS_IT_IS
 
 

@@ -53,7 +53,7 @@ from brevact.autograd.ops.base import Formula, Needs, requires_grad, save
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Stored
 from brevact.autograd.region.settings import BackwardSettings
 from brevact.autograd.saving import storage_report
-from brevact.autograd.saving.saved import Expression, Region, Saved, Weight
+from brevact.autograd.saving.saved import Expression, Region, Saved, Weight, express
 from brevact.autograd.saving.storages import is_made, is_tracked
 from brevact.autograd.saving.store import keep_as_it_is, keep_mask, keep_places, reported
 
@@ -81,7 +81,7 @@ def _cross_entropy(
             sure = keep_mask(_turn_sure(p, target, options))
             kept = region.keep(p, share=False)
         else:
-            kept = reported(_probabilities(known, dim, input, out.dtype))
+            kept = reported(express(_Probabilities, (known,), dim, tuple(input.shape), out.dtype))
         save(ctx, kept, _kept_index(region, input, target, options), sure, exact=(weight,))
         return out
 
@@ -132,7 +132,7 @@ def _cross_entropy_of_rows(
                 kept.append(region.keep(p, share=False))
         loss = torch.cat(losses)
         if known is not None:
-            kept.append(reported(_probabilities(known, 1, input, loss.dtype)))
+            kept.append(reported(express(_Probabilities, (known,), 1, tuple(shape), loss.dtype)))
         save(ctx, *kept, keep_mask(torch.cat(sure)) if sure else None, _kept_index(region, input, target, options))
         ctx.gradients = functools.partial(gradients, loss.dtype, known is not None)
         if options.reduction == "none":
@@ -199,11 +199,6 @@ class _Probabilities(Expression):
             out = flat[start : start + step]
             torch.softmax(rows(start, start + len(out)), 1, dtype=self.dtype, out=out)
         return found
-
-
-def _probabilities(logits: Saved, dim: int, input: Tensor, dtype: torch.dtype) -> Saved:
-    tensors, decoder = logits
-    return tensors, _Probabilities(((decoder, len(tensors)),), dim, tuple(input.shape), dtype)
 
 
 def _kept_index(region: Region, input: Tensor, target: Tensor, options: _Options) -> Saved:

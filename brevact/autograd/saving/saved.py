@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -416,7 +416,7 @@ class View(OfOne):
 
 
 @dataclass(eq=False, slots=True)
-class _Own(OfOne):
+class Own(OfOne):
     """Decodes a tensor into memory that its reader alone uses."""
 
     def decode(self, tensors: Tensors) -> Tensor:
@@ -425,26 +425,35 @@ class _Own(OfOne):
 
 
 AS_IT_IS = _AsItIs()
-_own, _mapped, _view = one_object_each(_Own), one_object_each(Mapped), one_object_each(View)
 decoder_of_packed, decoder_of_mask = one_object_each(_Packed), one_object_each(_Mask)
 decoder_of_places = one_object_each(_Places)
 
 
+def express(
+    kind: type[Expression], sources: Sequence[Saved], *options: Any, leading: Tensors = (), others: Tensors = ()
+) -> Saved:
+    """Return the saved form of an expression of this kind, with own tensors before and after those of its sources."""
+    of, lasts, tensors = [], True, leading
+    for kept, decoder in sources:
+        of.append((decoder, len(kept)))
+        lasts, tensors = lasts and decoder.lasts, tensors + kept
+    return tensors + others, (_one_of_each if lasts else _new)(kind, tuple(of), *options)  # type: ignore[arg-type]
+
+
+def _new(kind: type[Expression], *arguments: Any) -> Expression:
+    return kind(*arguments)
+
+
+_one_of_each = one_object_each(_new)
+
+
 def mapped(kept: Saved, function: TensorFunction, *others: Tensor) -> Saved:
     """Return the saved form of a function, which does not change dtype or bytes, of a saved tensor and of others."""
-    tensors, decoder = kept
-    return (*tensors, *others), _mapped(((decoder, len(tensors)),), function)
-
-
-def own(kept: Saved) -> Saved:
-    tensors, decoder = kept
-    return tensors, _own(((decoder, len(tensors)),))
+    return express(Mapped, (kept,), function, others=others)
 
 
 def view_of(base: Saved, x: Tensor, offset: int | torch.SymInt) -> Saved:
-    tensors, decoder = base
-    make = _view if decoder.lasts else View
-    return tensors, make(((decoder, len(tensors)),), tuple(x.shape), x.stride(), offset)
+    return express(View, (base,), tuple(x.shape), x.stride(), offset)
 
 
 class SavedByHook:
