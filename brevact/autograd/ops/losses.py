@@ -146,7 +146,7 @@ def _cross_entropy_of_rows(
         g, y, w_y = _of_samples(grad, grad.new_empty((), dtype=of_loss), target, None, options)
         hit = (g * w_y).expand(len(target), 1)
         are_sure = None if sure is None else sure.decode()
-        rows = rows_of(kept[0].decoder.logits, kept[0].tensors) if is_known else None
+        rows = rows_of(kept[0].decoder.sources[0][0], kept[0].tensors) if is_known else None
         whole = kept[0].decode() if is_known and rows is None else None
         grad_input = torch.empty(shape, dtype=dtype, device=grad.device)
         for count, start in enumerate(range(0, len(target), step)):
