@@ -26,9 +26,10 @@ from brevact.compiler.aten import Use, aten, packet_of, prims
 from brevact.compiler.dependence import Dependence, Saved
 from brevact.compiler.integers import Integers, ends_of, numel_of
 from brevact.private_names.of_compiler import detect_fake_mode, make_fx, select_decomp_table
-from brevact.quantizers import Rounding, UniformQuantizer, to_text
+from brevact.quantizers import UniformQuantizer, to_text
 from brevact.quantizers.formats.uniform import BIT_WIDTHS
 from brevact.quantizers.normalizing import FUSED
+from brevact.quantizers.traits import traits_of
 
 ops = torch.ops.brevact
 _library = torch.library.Library("brevact", "FRAGMENT")
@@ -88,8 +89,7 @@ def with_bits(settings: BackwardSettings, bits: int) -> BackwardSettings:
 
 
 def _uniform(quantizer: Any, bits: int) -> UniformQuantizer:
-    rounding = getattr(quantizer, "rounding", Rounding.STOCHASTIC if quantizer.is_stochastic else Rounding.NEAREST)
-    return UniformQuantizer(bit_width=bits, rounding=rounding)
+    return UniformQuantizer(bit_width=bits, rounding=traits_of(quantizer).rounding)
 
 
 class Sizes(NamedTuple):
@@ -764,7 +764,7 @@ class Packing:
                     stored, bits = self.pack_integers(node, width, decoded), width
             elif use is not None and use.use is not Use.EXACT and self.packs(use):
                 settings, quantizer = self.settings_for(use), self.quantizer_of(use)
-                if hasattr(quantizer, "with_drawn_size"):
+                if traits_of(quantizer).draws_size:
                     self.count += 1
                     quantizer = quantizer.with_drawn_size(numel_of(node), seed_of_size() + self.count)
                 is_smooth = use.use is Use.SMOOTH
