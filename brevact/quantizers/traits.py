@@ -49,7 +49,8 @@ class Traits:
 
 class _TraitsOfOther(Traits):
     def __init__(self, quantizer: Any) -> None:
-        vars(self).update({name: getattr(quantizer, name) for name in Traits.__annotations__ if hasattr(quantizer, name)})
+        names = [name for name in Traits.__annotations__ if hasattr(quantizer, name)]
+        vars(self).update({name: getattr(quantizer, name) for name in names})
         self.draws_size = hasattr(quantizer, "with_drawn_size")
 
 
