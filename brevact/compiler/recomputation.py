@@ -1,28 +1,64 @@
-"""Choose which layers backward computes again, so that the packed tensors fit in a budget.
+"""Choose what backward computes again: by settings, and so that the packed tensors fit in a budget.
 
-PyTorch's own solver weighs each layer's output by the bytes that it takes unpacked, and does not know which outputs are
-needed anyway. Here, plans of what packing saves, with all layers' outputs at hand and with none, tell for each tensor
-how many bytes it takes, and whether computing layers again saves them.
+Before PyTorch's minimum cut, nodes of the joint graph are marked that it shall compute again or save. PyTorch's own
+solver of budgets weighs outputs by their unpacked bytes, and does not know which are needed anyway. Here, plans of
+packing, with all layers' outputs at hand and with none, give each tensor's bytes, and those that a layer saves.
 """
 
 from __future__ import annotations
 
 import functools
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from brevact.compiler.partition import Packing, is_random, numel_of
+from brevact.compiler import aten as table
+from brevact.compiler.aten import prims
+from brevact.compiler.bits import costs, nbytes_of_saved, widths_within
+from brevact.compiler.joint_graph import JointGraph, SettingsOf
+from brevact.compiler.nodes import closure, is_random, numel_of, packet_of
 from brevact.private_names.of_compiler import OrderedSet, functorch_config, partitioners
 
 _MOST_CUTS = 3
 #: Bytes of codes of 8 bits, as a multiple of a limit, up to which codes of fewer bits meet it, not another layer.
 _NARROWED = 4 / 3
 _FAR = 10**9  # PyTorch's distance of nodes that backward does not need
-Plan = tuple[Packing, dict[fx.Node, fx.Node]]
+Plan = tuple[JointGraph, dict[fx.Node, fx.Node]]
+
+
+@contextmanager
+def recomputing(graph: fx.Graph, settings_of: SettingsOf, *, is_exact: bool) -> Iterator[None]:
+    """Let PyTorch compute again what settings name, and what its kernels would read once, unless all are exact.
+
+    Random numbers are not drawn again; PyTorch's own list of random ops lacks some.
+    """
+    random = (node for node in graph.nodes if is_random(node) and "recompute" not in node.meta)  # not of checkpoints
+    marked = dict.fromkeys(random, CheckpointPolicy.MUST_SAVE)
+    wanted = (node for node in graph.nodes if _is_recomputed(node, settings_of))
+    marked |= dict.fromkeys(wanted, CheckpointPolicy.PREFER_RECOMPUTE)
+    before = {node: node.meta.get("recompute") for node in marked}
+    for node, policy in marked.items():
+        node.meta["recompute"] = policy
+    try:
+        with functorch_config.patch({} if is_exact else {"ban_recompute_materialized_backward": False}):
+            yield
+    finally:
+        for node, policy in before.items():
+            node.meta["recompute"] = policy
+            if policy is None:
+                del node.meta["recompute"]
+
+
+def _is_recomputed(node: fx.Node, settings_of: SettingsOf) -> bool:
+    """Whether backward computes a layer again, by its settings, or attention (see ``is_score``), or random numbers."""
+    cost = table.cost_of(node)
+    is_wanted = table.is_attention(node) or table.is_score(node) or packet_of(node) is prims.inductor_random
+    settings = settings_of([node]) if cost or is_wanted else None
+    return settings is not None and ((is_wanted and not settings.is_exact) or 0 < cost <= settings.recompute)
 
 
 class Recomputation:
@@ -35,15 +71,15 @@ class Recomputation:
         self._graph, self._node_info, self._plan = graph, node_info, plan
         self._usual, banned = self._cut(())
         self._times = {node: _time_of(node) for node in banned if _is_layer(node)}
-        packing, copies = plan(self._usual)
-        costs = {node: nbytes for node, nbytes, _ in packing.costs()}
-        least = {node.name: nbytes for node, nbytes, _ in plan(self._cut(self._times)[0])[0].costs()}
+        joint, copies = plan(self._usual)
+        nbytes_of = {node: nbytes for node, nbytes, _ in costs(joint)}
+        least = {node.name: nbytes for node, nbytes, _ in costs(plan(self._cut(self._times)[0])[0])}
         #: Bytes that are saved where no layer is computed again.
-        self.most = sum(costs.values())
+        self.most = sum(nbytes_of.values())
         layers = {copies[node]: node for node in self._times}
         tensors: dict[frozenset[fx.Node], float] = {}
-        for node, nbytes in costs.items():
-            gain, behind = nbytes - least.get(node.name, 0), _layers_behind(node, packing.saved, layers)
+        for node, nbytes in nbytes_of.items():
+            gain, behind = nbytes - least.get(node.name, 0), _layers_behind(node, joint.saved, layers)
             if gain > 0 and behind:
                 tensors[behind] = tensors.get(behind, 0) + gain
         self._order: list[tuple[frozenset[fx.Node], float]] = []  # layers and the bytes that they free, the best first
@@ -63,7 +99,7 @@ class Recomputation:
                 excess -= self._order[count][1]
                 count += 1
             saved = self._cut(self._layers(count))[0]
-            excess = self._plan(saved)[0].nbytes - nbytes if cut < _MOST_CUTS - 1 else 0
+            excess = nbytes_of_saved(self._plan(saved)[0]) - nbytes if cut < _MOST_CUTS - 1 else 0
         return saved
 
     def least_noise(self, usual: list[fx.Node], limit: float) -> tuple[list[fx.Node], dict[str, int]]:
@@ -72,12 +108,14 @@ class Recomputation:
         As few layers are computed again as codes of 8 bits, or of the settings' if they have more, allow. Where all
         layers do not suffice, codes of fewer bits are those that add least noise.
         """
-        packing = self._plan(usual)[0]
-        if packing.nbytes > limit:
-            fits = bisect_left(range(len(self._order)), True, key=lambda count: self._first(count)[1].nbytes <= limit)
+        joint = self._plan(usual)[0]
+        if nbytes_of_saved(joint) > limit:
+            fits = bisect_left(
+                range(len(self._order)), -limit, key=lambda count: -nbytes_of_saved(self._first(count)[1])
+            )
             before = self._first(max(fits - 1, 0))
-            usual, packing = before if before[1].nbytes <= _NARROWED * limit else self._first(fits)
-        widths, least = packing.widths_within(limit)
+            usual, joint = before if nbytes_of_saved(before[1]) <= _NARROWED * limit else self._first(fits)
+        widths, least = widths_within(joint, limit)
         if least > limit:
             raise ValueError(
                 f"budget: a graph saves {least:,.0f} bytes at least, more than {limit:,.0f}; accepted is a budget of "
@@ -86,7 +124,7 @@ class Recomputation:
         return usual, widths
 
     @functools.cache  # noqa: B019 - of a graph that is compiled
-    def _first(self, count: int) -> tuple[list[fx.Node], Packing]:
+    def _first(self, count: int) -> tuple[list[fx.Node], JointGraph]:
         saved = self._cut(self._layers(count))[0]
         return saved, self._plan(saved)[0]
 
@@ -113,20 +151,13 @@ def _is_layer(node: fx.Node) -> bool:
 
 
 def _time_of(node: fx.Node) -> float:
-    value = node.meta.get("val")
-    size = numel_of(node) if isinstance(value, Tensor) else 0
-    return float(partitioners.estimate_runtime(node) + size)
+    return float(partitioners.estimate_runtime(node) + numel_of(node))
 
 
 def _layers_behind(node: fx.Node, saved: Collection[fx.Node], layers: dict[fx.Node, fx.Node]) -> frozenset[fx.Node]:
     """Layers from which backward computes a tensor, beside other saved ones."""
-    found, seen, waiting = set(), {node}, [node]
-    while waiting:
-        each = waiting.pop()
-        if each in layers:
-            found.add(layers[each])
-            continue
-        new = [x for x in each.all_input_nodes if x not in seen and x not in saved]
-        seen.update(new)
-        waiting += new
-    return frozenset(found)
+
+    def step(each: fx.Node) -> Iterable[fx.Node]:
+        return () if each in layers else (x for x in each.all_input_nodes if x not in saved)
+
+    return frozenset(layers[each] for each in closure([node], step) if each in layers)
