@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.deriving.cache import decoded, may_be_held
-from brevact.autograd.deriving.known_values import View, find, register
+from brevact.autograd.deriving.known_values import find, register
 from brevact.autograd.saving import storage_report
-from brevact.autograd.saving.saved import AS_IT_IS, Decoder, SavedByHook
-from brevact.autograd.saving.storages import Tensors
+from brevact.autograd.saving.saved import AS_IT_IS, Decoder, SavedByHook, View
+from brevact.autograd.saving.storages import Tensors, find_record, record_of
 from brevact.geometry import IntegerPlan
 from brevact.quantizers import Layout, is_on_host, pack_codes, unpack_codes
 from brevact.quantizers.integer_ops import decode_integers
@@ -158,7 +158,7 @@ def _codes_of(tensors: Tensors, decoder: Any) -> tuple[Tensor, IntegerCodes] | N
         flat = unpack_codes(tensors[0], decoder.bit_width, decoder.layout.numel)
         return decoder.layout.restore(flat), decoder
     if isinstance(decoder, View):
-        found = _codes_of(tensors, decoder.decoder)
+        found = _codes_of(*decoder.source(tensors))
         return found and (found[0].as_strided(decoder.shape, decoder.stride, decoder.offset), found[1])
     return None
 
@@ -167,10 +167,6 @@ def _codes_of(tensors: Tensors, decoder: Any) -> tuple[Tensor, IntegerCodes] | N
 BIT_WIDTHS = (2, 4, 8)
 #: With fewer elements the calls cost more than they save.
 MIN_NUMEL = 1 << 15
-#: Attribute of the codes' storage: a weak reference to the holder of their first bits, and its hooks.
-_OFFERED = "_brevact_offered"
-#: Attribute of the storage of the token that autograd saves: the holder.
-_HOLDER = "_brevact_holder"
 
 
 def first_bits(codes: Tensor, bit_width: int) -> Tensor:
@@ -226,25 +222,27 @@ def keep_ends(
     if storage_report.recorders:
         storage_report.report_saved(kept, "")
     stored.fill(kept, outer)
-    codes.untyped_storage().__dict__[_OFFERED] = weakref.ref(stored), outer
     token = codes.new_empty(0)
-    token.untyped_storage().__dict__[_HOLDER] = stored
+    of_codes, of_token = record_of(codes), record_of(token)
+    assert of_codes is not None and of_token is not None  # both are new
+    of_codes.ends, of_token.holder = (weakref.ref(stored), outer), stored
     return token
 
 
 def load_ends(token: Tensor) -> Tensor:
-    stored: SavedByHook = token.untyped_storage().__dict__[_HOLDER]
+    record = find_record(token)
+    assert record is not None
+    stored: SavedByHook = record.holder
     return stored.decoder.decode(stored.tensors())
 
 
 def share_codes(tensors: Tensors) -> None:
     """For each codes tensor that an op saves, let its quantizer save it in place of the first bits."""
     for x in tensors:
-        known = x.untyped_storage().__dict__
-        entry = known.pop(_OFFERED, None) if known else None
-        if entry is None:
+        record = find_record(x)
+        if record is None or record.ends is None:
             continue
-        reference, outer = entry
+        (reference, outer), record.ends = record.ends, None
         stored: SavedByHook | None = reference()
         if stored is not None:
             if storage_report.recorders:

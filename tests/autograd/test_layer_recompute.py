@@ -14,8 +14,11 @@ from torch.nn import functional as F
 import brevact
 from brevact.autograd import BackwardSettings, region
 from brevact.autograd.deriving import cache as held_outputs
-from brevact.autograd.deriving.layers import MOST_NESTED, ChannelsAgain
+from brevact.autograd.deriving import layers
+from brevact.autograd.deriving.layers import MOST_NESTED
+from brevact.autograd.deriving.norms import ChannelsAgain
 from brevact.autograd.saving import storage_report
+from brevact.autograd.saving.saved import EXACT
 from recipes.models.efficientnetv2 import efficientnetv2
 from recipes.models.resnet import ResNet20
 from tests.autograd.measuring import Mirrored, settings, watch_saved
@@ -244,7 +247,7 @@ def test_a_graph_that_is_kept_holds_nothing_after_its_backward_pass(name, recomp
 def _held() -> int:
     """Number of outputs that somebody holds for other readers."""
     gc.collect()
-    return sum(isinstance(each, held_outputs._Output) for each in gc.get_objects())
+    return sum(isinstance(each, held_outputs._Held) and each.task >= 0 for each in gc.get_objects())
 
 
 @pytest.mark.parametrize("name", ["batch norm, SiLU", "chain of residual blocks"])
@@ -638,10 +641,11 @@ def test_a_quantized_model_that_is_recomputed_has_exact_gradients():
         torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=256 * torch.finfo(torch.float32).eps * top)
 
 
-class Given(held_outputs.HeldOutput):
+class Given(layers.HeldOutput):
     """Decoder of an output that somebody else may hold, as another thread of the backward pass."""
 
     shape, dtype = (64, 3, 64, 64), torch.float32
+    quality, lasts, depth = EXACT, True, 1
 
     def __init__(self, held: list[torch.Tensor] | None) -> None:
         self.held = held
@@ -657,10 +661,10 @@ class Given(held_outputs.HeldOutput):
 def test_outputs_are_overwritten_only_where_nobody_else_holds_them(held):
     """Python counts the references; how many a lone local has depends on its version."""
     token = held_outputs.make_token(torch.device("cpu"))
-    out, is_owned = held_outputs.take(Given(held), (token,))
+    out, is_owned = layers.take(Given(held), (token,))
     assert is_owned == (held is None) and torch.equal(out, torch.ones(Given.shape))
     alignment = type("Alone", (), {"inverse": staticmethod(lambda spread: spread)})()
-    norm = ChannelsAgain(Given(held), 1, alignment, (False,), Given.shape, out.stride(), out.dtype)
+    norm = ChannelsAgain(((Given(held), 1),), alignment, (False,), Given.shape, out.stride(), out.dtype)
     found = norm.decode((token, torch.full((3,), 2.0), torch.ones(3)))
     assert torch.equal(found, torch.full(Given.shape, 3.0))
     assert all(torch.equal(each, torch.ones(Given.shape)) for each in held or ())

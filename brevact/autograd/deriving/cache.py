@@ -1,67 +1,137 @@
-"""Caches of tensors that backward decodes or recomputes, for the readers that follow one another.
+"""The cache of tensors that backward decodes or recomputes, for the readers that follow one another.
 
-For small tensors the calls take longer than the work: what was decoded is held for the next reader, until its codes are
+For small tensors the calls take longer than the work: decoded values are held for the next reader, until the codes are
 freed: outputs of norms, weights that are recomputed, and codes of forward quantizers for the gates of a recurrent cell,
 which read the same state; four megabytes in all.
 
-A layer's output is held under a token, an empty tensor that each reader saves, whose storage ends with the last one. If
-hooks around the region return copies of saved tensors, each reader recomputes the output.
+Outputs of recomputed layers, of any size, are held until their readers have run, at most to the end of the backward
+pass, under a token: an empty tensor that each reader saves. If hooks around the region return copies of saved tensors,
+each reader recomputes the output.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import operator
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from brevact.autograd.saving import storage_report
-from brevact.autograd.saving.saved import Decoder, Quality, Saved
-from brevact.autograd.saving.storages import LONE, Tensors, referent, versions_of
-from brevact.private_names.of_torch import count_holders, current_graph_task, is_functorch_tensor, queue_callback
+from brevact.autograd.saving.saved import Saved
+from brevact.autograd.saving.storages import Tensors, find_record, record_of, versions_of
+from brevact.private_names.of_torch import current_graph_task, is_functorch_tensor, queue_callback
 
 #: Elements of the largest tensor that is held: a few hundred kilobytes, which decode faster than the calls take.
 MOST_HELD = 1 << 18
 
-Decode = Callable[[Tensors], Tensor]
+#: An output, and the tensors that it was computed from, connected by a graph.
+Graph = tuple[Tensor, tuple[Tensor | None, ...]]
+
+
+@dataclass(eq=False, slots=True)
+class _Held:
+    """A small tensor, with its decoder and further tensors, or a layer's output, with its backward pass and stream."""
+
+    values: Tensor
+    source: tuple[Any, ...]
+    versions: tuple[int, ...]
+    task: int = -1
+    graph: Graph | None = None
 
 
 class Cache(threading.local):
-    """This thread's decoded tensors of at most ``most`` elements, each held while the first tensor's storage lives."""
+    """This thread's decoded tensors, each held while the storage of its first saved tensor, the owner, lives.
+
+    Small ones have at most ``most`` elements in all.
+    """
 
     def __init__(self, most: int) -> None:
         self._most, self._elements = most, 0
-        self._of: dict[weakref.ref[Any], tuple[Any, ...]] = {}
+        self._of: dict[weakref.ref[Any], _Held] = {}
+        self._task = -1
+        #: Whether outputs are computed for one reader, long before the next one runs, and not held.
+        self.passes_on = False
 
-    def decoded(self, decoder: Any, tensors: Tensors, decode: Decode) -> Tensor:
-        owner = tensors[0].untyped_storage()
-        found = self._of.get(weakref.ref(owner))
-        if found is not None:
-            values, known, others, versions = found
-            is_same = known is decoder and len(others) == len(tensors) - 1
-            is_same = is_same and all(map(operator.is_, others, tensors[1:]))
-            if is_same and versions_of((values, *tensors)) == versions:
-                return values
+    def decoded(self, decoder: Any, tensors: Tensors, decode: Callable[[Tensors], Tensor]) -> Tensor:
+        """Return a small tensor, decoded once for all readers."""
+        owner, source = tensors[0].untyped_storage(), (decoder, *tensors[1:])
+        held = self._of.get(weakref.ref(owner))
+        if held is not None and [*map(id, held.source)] == [*map(id, source)]:
+            if versions_of((held.values, *tensors)) == held.versions:
+                return held.values
         values = decode(tensors)
         if type(values) is Tensor and values.numel() <= MOST_HELD and not is_functorch_tensor(values):
             self._elements += values.numel()
             if self._elements > self._most:
-                self._of.clear()
+                self._let_go(-1)
                 self._elements = values.numel()
-            self._of[weakref.ref(owner, self._of.pop)] = values, decoder, tensors[1:], versions_of((values, *tensors))
+            self._of[weakref.ref(owner, self._of.pop)] = _Held(values, source, versions_of((values, *tensors)))
         return values
 
+    def output(self, token: Tensor, compute: Callable[[], tuple[Tensor, Graph | None]]) -> Tensor:
+        """Return a layer's output, computed once for the readers of a backward pass."""
+        held = self._output(token)
+        if held is not None:
+            return held.values
+        values, graph = compute()
+        task = current_graph_task()
+        if task != -1 and not self.passes_on:
+            if self._task != task:
+                self._task = task
+                queue_callback(functools.partial(self._let_go, task, self._of))
+            new = _Held(values, _stream_of(token), (values._version,), task, graph)
+            self._of[weakref.ref(token.untyped_storage(), self._of.pop)] = new
+        return values
 
-decoded = Cache(1 << 20).decoded
+    def _output(self, token: Tensor) -> _Held | None:
+        """Return an unmodified output of this stream and backward pass: one that raised leaves its own."""
+        held = self._of.get(weakref.ref(token.untyped_storage()))
+        if held is None or held.task != current_graph_task() or held.source != _stream_of(token):
+            return None
+        return held if held.versions == (held.values._version,) else None
+
+    def _let_go(self, task: int, of: dict[weakref.ref[Any], _Held] | None = None) -> None:
+        """Drop a backward pass' outputs, or (-1) the small tensors; ``of``: in the thread that computed them."""
+        of = self._of if of is None else of
+        for reference in [reference for reference, held in list(of.items()) if held.task == task]:
+            of.pop(reference, None)
+
+    def take_graph(self, token: Tensor) -> Graph | None:
+        """Return the graph that computed a token's output for an earlier reader; each graph is returned once."""
+        held = self._output(token)
+        if held is None:
+            return None
+        graph, held.graph = held.graph, None
+        return graph
+
+    def holds(self, token: Tensor) -> bool:
+        return weakref.ref(token.untyped_storage()) in self._of
+
+    def release(self, token: Tensor) -> None:
+        self._of.pop(weakref.ref(token.untyped_storage()), None)
+
+    @contextmanager
+    def not_held(self) -> Iterator[None]:
+        """Compute outputs for one reader without holding them: other readers run much later in backward."""
+        before, self.passes_on = self.passes_on, True
+        try:
+            yield
+        finally:
+            self.passes_on = before
+
+
+cache = Cache(1 << 20)
+decoded = cache.decoded
+
+
+def _stream_of(x: Tensor) -> tuple[int]:
+    return (torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0,)
 
 
 def may_be_held(numel: int, codes: Tensor) -> bool:
@@ -69,145 +139,18 @@ def may_be_held(numel: int, codes: Tensor) -> bool:
     return numel <= MOST_HELD and type(codes) is Tensor and codes.is_cpu and not is_functorch_tensor(codes)
 
 
-#: An output, and the tensors that it was computed from, connected by a graph.
-Graph = tuple[Tensor, tuple[Tensor | None, ...]]
-
-
-class _Output:
-    """An output, held by its token's storage, with its version, backward pass, stream, and graph (None without one)."""
-
-    __slots__ = ("graph", "stream", "task", "values", "version")
-
-    def __init__(self, values: Tensor, task: int, graph: Graph | None = None) -> None:
-        self.values, self.version, self.stream = values, values._version, _stream_of(values)
-        self.task, self.graph = task, graph
-
-    def find(self) -> Tensor | None:
-        """Return the output if it is unmodified, of this stream and backward pass: one that raised leaves its own."""
-        is_same = self.task == current_graph_task() and self.values._version == self.version
-        return self.values if is_same and self.stream == _stream_of(self.values) else None
-
-
-def _stream_of(x: Tensor) -> int:
-    return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
-
-
-#: Attribute of a token's storage: the output.
-_HELD = "_brevact_output"
-#: Attribute of a token's storage: its position in the forward pass.
-_PLACE = "_brevact_place"
 _places = itertools.count()
-
-
-class _Task(threading.local):
-    """This thread's last backward pass that computed outputs, and the tokens that hold them."""
-
-    number = -1
-    #: Whether outputs are computed for one reader, long before the next one runs.
-    passes_on = False
-
-    def __init__(self) -> None:
-        self.tokens: list[weakref.ref[Any]] = []
-
-
-_task = _Task()
-
-
-def _hold(token: Tensor, values: Tensor, graph: Graph | None = None) -> None:
-    """Hold an output until its readers have run; with ``retain_graph``, until the backward pass ends."""
-    task = current_graph_task()
-    if task == -1 or _task.passes_on:
-        return
-    if _task.number != task:
-        _task.number, _task.tokens = task, []
-        queue_callback(functools.partial(_let_go, _task.tokens))
-    storage = token.untyped_storage()
-    storage.__dict__[_HELD] = _Output(values, task, graph)
-    _task.tokens.append(weakref.ref(storage))
-
-
-def _let_go(tokens: list[weakref.ref[Any]]) -> None:
-    for reference in tokens:
-        storage = referent(reference)
-        if storage is not None:
-            storage.__dict__.pop(_HELD, None)
 
 
 def make_token(device: torch.device) -> Tensor:
     token = torch.empty(0, device=device)
-    token.untyped_storage().__dict__[_PLACE] = next(_places)
+    record = record_of(token)
+    assert record is not None  # the storage is new
+    record.place = next(_places)
     return token
 
 
 def place_of(kept: Saved) -> int:
     """Return the position in the forward pass of a layer's output, or of the norm's output behind the layer."""
-    return int(kept[0][0].untyped_storage().__dict__.get(_PLACE, -1))
-
-
-@contextmanager
-def not_held() -> Iterator[None]:
-    """Compute outputs for one reader without holding them: other readers run much later in backward."""
-    before, _task.passes_on = _task.passes_on, True
-    try:
-        yield
-    finally:
-        _task.passes_on = before
-
-
-@dataclass(eq=False, slots=True)
-class HeldOutput(Decoder):
-    """Decoder of an output held for its readers; its tensors are a token, those of its sources, and others.
-
-    ``sources``: decoders and numbers of tensors. ``cost``: multiplications and additions per element.
-    """
-
-    sources: tuple[tuple[Decoder, int], ...]
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    cost: int
-    quality: Quality = field(init=False)
-    lasts: bool = field(init=False)
-    depth: int = field(init=False)
-    how = storage_report.RECOMPUTED
-
-    def __post_init__(self) -> None:
-        quality = functools.reduce(Quality.with_other, (decoder.quality for decoder, _ in self.sources))
-        self.quality = quality._replace(is_curved=not quality.is_exact, cost=max(quality.cost, self.cost))
-        self.lasts = all(decoder.lasts for decoder, _ in self.sources)
-        self.depth = 1 + max(decoder.depth for decoder, _ in self.sources)
-
-    def decode(self, tensors: Tensors) -> Tensor:
-        held: _Output | None = tensors[0].untyped_storage().__dict__.get(_HELD)
-        found = None if held is None else held.find()
-        if found is None:
-            found, graph = self._computed(tensors)
-            _hold(tensors[0], found, graph)
-        return found
-
-    def _computed(self, tensors: Tensors) -> tuple[Tensor, Graph | None]:
-        raise NotImplementedError
-
-
-def take_graph(token: Tensor) -> Graph | None:
-    """Return the graph that computed a token's output for an earlier reader; each graph is returned once."""
-    held: _Output | None = token.untyped_storage().__dict__.get(_HELD)
-    if held is None or held.find() is None:
-        return None
-    graph, held.graph = held.graph, None
-    return graph
-
-
-def is_held(token: Tensor) -> bool:
-    return _HELD in token.untyped_storage().__dict__
-
-
-def take(decoder: Decoder, tensors: Tensors) -> tuple[Tensor, bool]:
-    """Decode a tensor, no longer held; return it, and whether the caller may overwrite it: nobody else reads it."""
-    found = decoder.decode(tensors)
-    if not isinstance(decoder, HeldOutput):
-        return found, False
-    tensors[0].untyped_storage().__dict__.pop(_HELD, None)
-    references = sys.getrefcount(found)
-    holders = count_holders(found.untyped_storage()._cdata)  # the tensor, and the Python object
-    return found, references <= LONE and holders == 2
+    record = find_record(kept[0][0])
+    return -1 if record is None else record.place

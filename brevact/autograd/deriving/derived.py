@@ -23,11 +23,9 @@ from torch.nn import functional as F
 
 from brevact.autograd.call_arguments import bound_call, is_activation, tensors_of_call
 from brevact.autograd.deriving import known_values
-from brevact.autograd.deriving.expressions import DIVISIONS, ByMask, Call, Derived, Restrided, TensorFunction
-from brevact.autograd.deriving.known_values import View
-from brevact.autograd.deriving.layers import recomputed_output
-from brevact.autograd.deriving.norms import NormInput, output_of
-from brevact.autograd.saving.saved import AS_IT_IS, EXACT, Decoder, Region, Saved, Weight
+from brevact.autograd.deriving.expressions import DIVISIONS, ByMask, Call, Derived, Restrided
+from brevact.autograd.deriving.norms import NormInput, output_of, recomputed_output
+from brevact.autograd.saving.saved import AS_IT_IS, Decoder, Region, Saved, TensorFunction, View, Weight
 from brevact.autograd.saving.storages import Tensors, storage_address
 from brevact.autograd.saving.store import reported
 from brevact.autograd.saving.weights import is_parameter_or_view
@@ -49,14 +47,13 @@ MOST_COMBINED = 2
 MOST_ADDED_AGAIN = 4
 
 
-class _Expressions:
-    """Operands of an expression; those that read one packed tensor overlap."""
+class _Operands:
+    """Operands of a call; those that read one packed tensor overlap."""
 
     def __init__(self) -> None:
         self.sources: list[Saved] = []
         self._numbers: dict[tuple[int, ...], int] = {}
-        self.quality = EXACT
-        self.overlap = False
+        self.is_curved = self.overlap = False
         self._roots: set[int] = set()  # ids of packed tensors
         self.packed: set[int] = set()  # a recomputed layer counts by its token, not by its sources
         #: Maximum number of packed tensors that a single operand reads.
@@ -66,21 +63,21 @@ class _Expressions:
 
     def add(self, kept: Saved) -> Call | int:
         tensors, decoder = kept
-        if isinstance(decoder, View) and decoder.decoder.input_of(tensors) is None:
-            whole = self.add((tensors, decoder.decoder))
-            stride = decoder.decoder.stride if isinstance(decoder.decoder, Derived) else None
+        if isinstance(decoder, View) and decoder.sources[0][0].input_of(tensors) is None:
+            whole, of = self.add(decoder.source(tensors)), decoder.sources[0][0]
+            stride = of.stride if isinstance(of, Derived) else None
             return Call(Restrided(stride, decoder.shape, decoder.stride, decoder.offset), (whole,), -1)
         if isinstance(decoder, Derived):
             parts = decoder.parts(tensors)
             self._meet(kept)
             self.are_scaled = self.are_scaled and any(of is AS_IT_IS for _, of in parts)
-            return decoder.expression.renumbered([self._number(part) for part in parts])
+            return decoder.call.renumbered([self._number(part) for part in parts])
         self.are_scaled = False
         self._meet(kept)
         return self._number(kept)
 
     def _meet(self, kept: Saved) -> None:
-        self.quality = self.quality.with_other(kept[1].quality)
+        self.is_curved = self.is_curved or kept[1].quality.is_curved
         roots, packed = packed_in(kept), packed_in(kept, enters_layers=False)
         self.overlap = self.overlap or bool(roots & self._roots)
         self._roots |= roots
@@ -101,32 +98,14 @@ def packed_in(kept: Saved, *, enters_layers: bool = True) -> set[int]:
     tensors, decoder = kept
     if decoder.quality.is_exact:
         return set()
-    if isinstance(decoder, Derived):
+    if isinstance(decoder, (Derived, View)):
         return set().union(*(packed_in(part, enters_layers=enters_layers) for part in decoder.parts(tensors)))
-    if isinstance(decoder, View):
-        return packed_in((tensors, decoder.decoder), enters_layers=enters_layers)
     input = decoder.input_of(tensors) if enters_layers else None
     return {id(tensors[0])} if input is None else packed_in(input)
 
 
-class Derivation(NamedTuple):
-    """How an op's result derives from its operands' saved forms, independent of their values.
-
-    The decoder reads the operands' tensors at ``picks``. ``is_light``: the decoded packed sources are no larger than a
-    few results. The sources at ``small`` are saved unpacked.
-    """
-
-    decoder: Derived
-    picks: tuple[int, ...]
-    is_light: bool
-    small: tuple[int, ...]
-
-    def bind(self, tensors: Tensors) -> Saved:
-        return tuple(map(tensors.__getitem__, self.picks)), self.decoder
-
-
-#: Derivations of earlier training steps, keyed by rule, the operands' decoders, and which of their tensors are equal.
-_derivations: dict[Hashable, tuple[Derivation | None, tuple[Decoder, ...]]] = {}
+#: Results derived in earlier steps, keyed by rule, the operands' decoders, and which of their tensors are equal.
+_derivations: dict[Hashable, tuple[Derived | None, tuple[Decoder, ...]]] = {}
 _MOST_DERIVATIONS = 4096
 _CONSTANTS = (
     *(bool, int, float, str, type, torch.dtype, torch.device, torch.memory_format, TreeSpec),
@@ -151,8 +130,8 @@ class DerivationRule(NamedTuple):
     adds: bool = False
 
 
-def derivation(rule: DerivationRule, operands: Sequence[Saved], like: Tensor) -> tuple[Tensors, Derivation | None]:
-    """Return the tensors of all operands, and how a result with ``like``'s layout derives from them, if it does."""
+def derivation(rule: DerivationRule, operands: Sequence[Saved], like: Tensor) -> tuple[Tensors, Derived | None]:
+    """Return the operands' tensors, and the decoder of a result with ``like``'s layout, if it derives from them."""
     tensors: Tensors = ()
     decoders: tuple[Decoder, ...] = ()
     for kept, decoder in operands:
@@ -188,21 +167,19 @@ def _is_constant(value: Any, seen: tuple[Any, ...] = ()) -> bool:
 
 def _derive_anew(
     rule: DerivationRule, operands: Sequence[Saved], like: Tensor, places: dict[int, int], *, lasts: bool
-) -> Derivation | None:
+) -> Derived | None:
     """Derive a result from operands, None if it depends on too many; ``places``: their tensors' positions by id."""
-    found = _Expressions()
-    expressions = tuple([found.add(kept) for kept in operands])
+    found = _Operands()
+    operands_of_call = tuple([found.add(kept) for kept in operands])
     if len(found.packed) > max(rule.most_packed, found.most):
         return None
-    if rule.adds and found.overlap and not _is_of_one_place(expressions) and not found.are_scaled:
+    if rule.adds and found.overlap and not _is_of_one_place(operands_of_call) and not found.are_scaled:
         return None  # cancelling neighbours leave both errors, which scale with a far wider range
-    is_of_one = rule.is_pointwise and len(found.sources) == 1 and _is_of_one_place(expressions)
-    expression = Call(rule.function, expressions, 0 if is_of_one else -1)
-    quality = found.quality
-    if expression.calls > MOST_CALLS:
+    is_of_one = rule.is_pointwise and len(found.sources) == 1 and _is_of_one_place(operands_of_call)
+    call = Call(rule.function, operands_of_call, 0 if is_of_one else -1)
+    if call.calls > MOST_CALLS:
         return None
-    if (rule.is_curved or (found.overlap and not rule.is_jointly_linear)) and not quality.is_exact:
-        quality = quality._replace(is_curved=True)
+    is_curved = found.is_curved or rule.is_curved or (found.overlap and not rule.is_jointly_linear)
     stride = None
     if Layout.of(like).is_dense and Layout.of(like).numel == like.numel():
         stride = like.stride()
@@ -213,14 +190,14 @@ def _derive_anew(
         elif not decoder.quality.is_exact:
             decoded_bytes += decoder.described(kept)[1]
     sources = tuple((decoder, len(kept)) for kept, decoder in found.sources)
-    made = Derived(expression, sources, tuple(like.shape), stride, like.dtype, quality, lasts)
     picks = tuple(places[id(x)] for kept, _ in found.sources for x in kept)
     is_light = decoded_bytes <= max(MOST_DECODED, rule.most_packed) * like.nbytes
-    return Derivation(made, picks, is_light, tuple(small))
+    options = tuple(like.shape), stride, like.dtype, is_curved, lasts, picks, tuple(small), is_light
+    return Derived(sources, call, *options)
 
 
-def _is_of_one_place(expressions: Sequence[Call | int]) -> bool:
-    return all(isinstance(x, int) or x.only >= 0 for x in expressions)
+def _is_of_one_place(operands: Sequence[Call | int]) -> bool:
+    return all(isinstance(x, int) or x.only >= 0 for x in operands)
 
 
 def function_of(function: TensorFunction, operands: Sequence[Saved], like: Tensor, **properties: bool) -> Saved | None:
@@ -274,7 +251,7 @@ def derive(
         tensors, found = derivation(DerivationRule(function, **properties), kept, out)
         if found is None or not found.is_light or 8 * sum([tensors[i].nbytes for i in found.small]) > out.numel():
             return  # unpacked sources may take a bit per result element
-        is_new = is_new and found.decoder.stride is not None
+        is_new = is_new and found.stride is not None
         region.register(out, found.bind(tensors), is_dirty=is_dirty, is_new=is_new)
 
 

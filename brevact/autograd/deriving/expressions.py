@@ -1,4 +1,4 @@
-"""Expressions, which compute a derived tensor from its sources' saved forms, and the decoder that evaluates them."""
+"""Calls of functions on sources' saved forms, and the expression that evaluates them."""
 
 from __future__ import annotations
 
@@ -10,23 +10,20 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from brevact.autograd.deriving.cache import not_held, place_of
-from brevact.autograd.deriving.norms import OutputDecoder
+from brevact.autograd.deriving.cache import cache, decoded, place_of
+from brevact.autograd.deriving.norms import NormOutput
 from brevact.autograd.saving import storage_report
-from brevact.autograd.saving.saved import Decoder, Quality, Saved, with_strides
+from brevact.autograd.saving.saved import AS_IT_IS, Expression, Saved, TensorFunction, with_strides
 from brevact.autograd.saving.storages import Tensors
 from brevact.private_names.of_torch import DisableAutocast, is_any_autocast_enabled
 from brevact.quantizers import Layout, PointFunction
 
-#: A function of tensors; mypy takes no NamedTuple with ``__call__`` for a ``Callable``.
-TensorFunction = Any
-
 
 class Call(NamedTuple):
-    """A function of other expressions, or of sources by number.
+    """A function of other calls, or of sources by number.
 
     ``function`` returns a new tensor or a view; :class:`ByMask` takes a source's saved form. ``only``: the source, if
-    the expression is pointwise in a single source; -1 otherwise.
+    the call is pointwise in a single source; -1 otherwise.
     """
 
     function: TensorFunction | ByMask
@@ -75,73 +72,75 @@ class ByMask(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Derived(Decoder):
-    """Decoder of a derived tensor; its tensors are the concatenation of its sources' tensors.
+class Derived(Expression):
+    """Decoder of a call's result.
 
-    ``sources``: decoders and numbers of tensors. ``stride``: None for an expanded tensor, whose distinct elements may
-    have any layout. ``lasts``: whether the next training step derives the tensor by the same object.
+    ``stride``: None for an expanded tensor, whose distinct elements may have any layout. ``is_curved``: the call is not
+    linear. ``is_constant``: the call holds constants only, so the next training step derives the tensor by this object.
+    It reads the operands' tensors at ``picks``; those at ``small`` are saved unpacked. ``is_light``: the decoded packed
+    sources are no larger than a few results.
     """
 
-    expression: Call
-    sources: tuple[tuple[Decoder, int], ...]
+    call: Call
     shape: tuple[int, ...]
     stride: tuple[int, ...] | None
     dtype: torch.dtype
-    quality: Quality = field()  # otherwise the base class's value would be the default
-    lasts: bool = field()
+    is_curved: bool = False
+    is_constant: bool = False
+    picks: tuple[int, ...] = ()
+    small: tuple[int, ...] = ()
+    is_light: bool = True
 
-    #: The expression as a function of its one source, if it is pointwise and the source decodes through it.
+    #: The call as a function of its one source, if it is pointwise and the source decodes through it.
     function: PointFunction | None = field(init=False)
-    #: Sources that the expression reads more than once, and those that recompute layers.
+    #: Sources that the call reads more than once, and those that recompute layers.
     repeated: frozenset[int] = field(init=False)
     deep: frozenset[int] = field(init=False)
     how: str = field(init=False)
-    depth: int = field(init=False)
     allows_double_backward: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        is_fused = self.expression.only >= 0 and self.sources[0][0].decodes_through
-        self.function = self.expression.as_function if is_fused else None
-        self.repeated = frozenset(number for number, count in Counter(self.expression.reads).items() if count > 1)
+        Expression.__post_init__(self)
+        self.lasts = self.lasts and self.is_constant
+        if self.is_curved and not self.quality.is_exact:
+            self.quality = self.quality._replace(is_curved=True)
+        is_fused = self.call.only >= 0 and self.sources[0][0].decodes_through
+        self.function = self.call.as_function if is_fused else None
+        self.repeated = frozenset(number for number, count in Counter(self.call.reads).items() if count > 1)
         self.deep = frozenset(number for number, (decoder, _) in enumerate(self.sources) if decoder.depth)
-        decoders = [decoder for decoder, _ in self.sources]
-        self.allows_double_backward = all([decoder.allows_double_backward for decoder in decoders])
-        self.depth = max([decoder.depth for decoder in decoders], default=0)
+        self.allows_double_backward = all([decoder.allows_double_backward for decoder, _ in self.sources])
         self.how = storage_report.EXACT if self.quality.is_exact else storage_report.DERIVED
+
+    def bind(self, tensors: Tensors) -> Saved:
+        """Return the saved form from the operands' tensors."""
+        return tuple(map(tensors.__getitem__, self.picks)), self
 
     @property
     def multiplies(self) -> bool:
         """Whether rounded factors are multiplied with each other."""
-        if not self.expression.multiplies:
+        if not self.call.multiplies:
             return False
-        return sum(not self.sources[number][0].quality.is_exact for number in self.expression.reads) > 1
+        return sum(not self.sources[number][0].quality.is_exact for number in self.call.reads) > 1
 
     @property
     def scales(self) -> bool:
         """Whether it is a rounded factor times another one, or over a divisor."""
-        function = self.expression.function
+        function = self.call.function
         return function is torch.mul or getattr(function, "__name__", None) in DIVISIONS
 
     def decode(self, tensors: Tensors) -> Tensor:
-        return self._computed(tensors, None)
+        return self._computed(tensors)
 
     def multiply(self, tensors: Tensors, grad: Tensor) -> Tensor:
         return self._computed(tensors, grad)
-
-    def parts(self, tensors: Tensors) -> list[Saved]:
-        parts, start = [], 0
-        for decoder, count in self.sources:
-            parts.append((tensors[start : start + count], decoder))
-            start += count
-        return parts
 
     def _evaluated(self, tensors: Tensors) -> Tensor:
         parts, early = self.parts(tensors), self.deep
         if early:
             early -= {max(early, key=lambda number: place_of(parts[number]))}
-        return _evaluated(self.expression, _Reading(parts, {}, self.repeated, early), is_whole=True)[0]
+        return _evaluated(self.call, _Reading(parts, {}, self.repeated, early), is_whole=True)[0]
 
-    def _computed(self, tensors: Tensors, grad: Tensor | None) -> Tensor:
+    def _computed(self, tensors: Tensors, grad: Tensor | None = None) -> Tensor:
         if torch.is_grad_enabled() or is_any_autocast_enabled():
             with torch.no_grad(), DisableAutocast():
                 return self._computed_plainly(tensors, grad)
@@ -172,7 +171,7 @@ class _Reading(NamedTuple):
 
     def decode(self, number: int, function: PointFunction | None = None) -> Tensor:
         if number in self.early:
-            with not_held():
+            with cache.not_held():
                 return self._replace(early=frozenset()).decode(number, function)
         tensors, decoder = self.parts[number]
         return decoder.decode(tensors) if function is None else decoder.decode_through(tensors, function)
@@ -234,7 +233,7 @@ def _in_one_pass(expression: Call | int, parts: list[Saved], decoded: dict[Any, 
         return None
     bits = None
     if mask is not None:
-        layout = Layout.of_sizes(decoder.shape, decoder.source.spec.layout.result_stride, decoder.dtype)
+        layout = Layout.of_sizes(decoder.shape, decoder.of_input.spec.layout.result_stride, decoder.dtype)
         packed, of_mask = cast("tuple[Tensors, Any]", parts[cast("int", mask)])
         bits = of_mask.bits(packed, layout)
         if bits is None:
@@ -251,7 +250,7 @@ def _in_one_pass(expression: Call | int, parts: list[Saved], decoded: dict[Any, 
 
 
 def _is_output(source: Saved) -> bool:
-    return isinstance(source[1], OutputDecoder)
+    return isinstance(source[1], NormOutput)
 
 
 #: Names of functions that divide.
@@ -279,3 +278,18 @@ class Restrided(NamedTuple):
 
     def __call__(self, x: Tensor) -> Tensor:
         return with_strides(x, self.whole).as_strided(self.shape, self.stride, self.offset)
+
+
+class _OfWeight(Derived):
+    """Decoder of a recomputed weight; many may read it: a recurrent layer at each time step."""
+
+    __slots__ = ()
+
+    def decode(self, tensors: Tensors) -> Tensor:
+        return decoded(self, tensors, self._computed) if type(tensors[0]) is Tensor else self._computed(tensors)
+
+
+def of_weight(compute: TensorFunction, tensors: Tensors, out: Tensor) -> Saved:
+    """Return the saved form of a function of a weight and of further unpacked tensors."""
+    call = Call(compute, tuple(range(len(tensors))), -1)
+    return tensors, _OfWeight(((AS_IT_IS, 1),) * len(tensors), call, tuple(out.shape), out.stride(), out.dtype)

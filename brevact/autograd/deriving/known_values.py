@@ -13,46 +13,15 @@ tensor (``storages.end_known_values``).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from brevact.autograd.deriving.cache import decoded
 from brevact.autograd.region.settings import BackwardSettings
-from brevact.autograd.saving.saved import Decoder, PassesOn, Quality, Saved, one_object_each
+from brevact.autograd.saving.saved import Decoder, Quality, Saved, view_of
 from brevact.autograd.saving.storages import Tensors, find_record, record_of, storage_address, versions_of
 from brevact.quantizers import Layout
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Recomputed(Decoder):
-    """Decoder that recomputes a fake-quantized weight; many may read it: a recurrent layer at each time step."""
-
-    compute: Callable[..., Tensor]
-    nbytes: int = field()
-
-    def decode(self, tensors: Tensors) -> Tensor:
-        return decoded(self, tensors, self._decode) if type(tensors[0]) is Tensor else self._decode(tensors)
-
-    def _decode(self, tensors: Tensors) -> Tensor:
-        with torch.no_grad():
-            return self.compute(*tensors)
-
-
-@dataclass(frozen=True, slots=True)
-class View(PassesOn):
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: Any  # int; torch types it as a symbol, too
-
-    def decode(self, tensors: Tensors) -> Tensor:
-        return self.decoder.decode(tensors).as_strided(self.shape, self.stride, self.offset)
-
-
-_view = one_object_each(View)
 
 #: A tensor's version, shape, strides and dtype; its saved form's tensors, their versions, decoder, quality and scope.
 _Entry = tuple[int, torch.Size, tuple[int, ...], torch.dtype, Tensors, tuple[int, ...], Decoder, Quality, Any]
@@ -116,8 +85,3 @@ def found_in(entry: _Entry, x: Tensor, settings: BackwardSettings | None = None,
     if shape == x.shape and stride == x.stride() and not x.storage_offset():
         return tensors, decoder
     return view_of((tensors, decoder), x, x.storage_offset())
-
-
-def view_of(base: Saved, x: Tensor, offset: int | torch.SymInt) -> Saved:
-    tensors, decoder = base
-    return tensors, (_view if decoder.lasts else View)(decoder, tuple(x.shape), x.stride(), offset)

@@ -5,11 +5,17 @@ whose scales differ by orders of magnitude; the gradient multiplies an element's
 Normalized values have one scale everywhere. Of the statistics that the gradient needs, only the spreads are saved
 beside the codes: the gradient can read x minus its means in place of x. An input that is known losslessly, or too small
 to pack, is saved as by other ops.
+
+Outputs are affine functions of the normalized values, or of an input that backward recomputes, with the exact
+statistics. For a recomputed input and a norm with one mean and deviation per channel, the forward pass computes the
+shifts, and functions of the output are applied to a few samples at a time, so that the whole output is never in memory.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+import sys
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,11 +23,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from brevact.autograd.deriving.cache import decoded, may_be_held
+from brevact.autograd.deriving.cache import cache, decoded, may_be_held
+from brevact.autograd.deriving.layers import HeldOutput, as_now, is_output
 from brevact.autograd.region.settings import SaveMode
 from brevact.autograd.saving import storage_report
-from brevact.autograd.saving.saved import Decoder, PassesOn, Quality, Region, Saved, Weight, one_object_each
-from brevact.autograd.saving.storages import Tensors
+from brevact.autograd.saving.saved import (
+    Decoder,
+    Expression,
+    OfOne,
+    Quality,
+    Region,
+    Saved,
+    Weight,
+    express,
+    one_object_each,
+    with_strides,
+)
+from brevact.autograd.saving.storages import LONE, Tensors
 from brevact.quantizers import (
     Layout,
     PackedActivation,
@@ -89,22 +107,19 @@ def aligned(
     return mean, alignment.align(alignment.inverse(spread), shape)
 
 
-@dataclass(frozen=True, slots=True)
-class Unpacked(PassesOn):
+@dataclass(eq=False, slots=True)
+class Unpacked(OfOne):
+    """Decoder of a norm's input beside its statistics."""
+
     statistics: int = field()  # otherwise the base class's value would be the default
 
     def decode(self, tensors: Tensors) -> Tensor:
-        return self.decoder.decode(tensors[: -self.statistics])
-
-    def without_statistics(self, tensors: Tensors) -> Saved:
-        return tensors[: -self.statistics], self.decoder
+        kept, decoder = self.source(tensors)
+        return decoder.decode(kept)
 
     def with_statistics(self, tensors: Tensors) -> WithStatistics:
         mean = tensors[-2] if self.statistics == 2 else None
         return self.decode(tensors), mean, tensors[-1]
-
-    def described(self, tensors: Tensors) -> tuple[str, int]:
-        return self.decoder.described(tensors[: -self.statistics])
 
 
 class Centred(Decoder):
@@ -169,32 +184,32 @@ class _PackedOnBackward(Centred):
 
 
 @dataclass(eq=False, slots=True)
-class OutputDecoder(Decoder):
-    """Decoder of a norm's output, x^ * weight + bias; its tensors are those of x^, the weight and the bias.
+class NormOutput(Expression):
+    """Decoder of a norm's output, x^ * weight + bias; its source is x^, the weight and the bias follow.
 
-    ``source`` decodes x^ from the first ``count`` tensors; ``has`` says whether there are a weight and a bias. If a
-    plan packed x^, and there is a weight, the plan decodes, in fewer calls.
+    ``has`` says whether there are a weight and a bias. If a plan packed x^, and there is a weight, the plan decodes, in
+    fewer calls.
     """
 
     alignment: Alignment
-    source: Centred
-    count: int
     has: tuple[bool, bool]
     shape: torch.Size
     dtype: torch.dtype
     plan: NormalizedPlan | None
-    quality: Quality = field(init=False)
-    lasts: bool = field(init=False)
     decodes_through = True
     how = storage_report.DERIVED
 
-    def __post_init__(self) -> None:
-        self.quality, self.lasts = self.source.quality, self.source.lasts
+    @property
+    def of_input(self) -> Centred:
+        found = self.sources[0][0]
+        assert isinstance(found, Centred)
+        return found
 
     def _read(self, tensors: Tensors) -> tuple[PackedActivation, Tensor | None, Tensor | None]:
-        packed, (has_weight, has_bias) = self.source.packed(tensors[: self.count]), self.has
+        count, (has_weight, has_bias) = self.sources[0][1], self.has
+        packed = self.of_input.packed(tensors[:count])
         shape = packed.spec.layout.shape
-        scale = self.alignment.align_weight(tensors[self.count], shape) if has_weight else None
+        scale = self.alignment.align_weight(tensors[count], shape) if has_weight else None
         shift = self.alignment.align_weight(tensors[-1], shape) if has_bias else None
         return packed, scale, shift
 
@@ -217,7 +232,7 @@ class OutputDecoder(Decoder):
     @property
     def is_affine(self) -> bool:
         """Whether packed values are multiplied by a weight, as :meth:`decode_in_one_pass` does."""
-        return self.has[0] and self.source.lasts
+        return self.has[0] and self.lasts
 
     def decode_in_one_pass(
         self, tensors: Tensors, addend: Tensor | None, mask: Tensor | None, *, overwrites: bool
@@ -240,7 +255,6 @@ class OutputDecoder(Decoder):
 
 
 packed_decoder = one_object_each(Centred)
-output_decoder = one_object_each(OutputDecoder)
 
 
 #: Least elements of a row with a bucket of its own: metadata add 2 % to its bytes at 4 bits.
@@ -278,10 +292,9 @@ class NormInput(NamedTuple):
         return normalize(x, *aligned(self.norm.alignment, self.mean, self.spread, x.shape))
 
     def unpacked(self, kept: Saved) -> Saved:
-        tensors, decoder = kept
         if self.alone:
             return kept
-        return (*tensors, *self.statistics), Unpacked(decoder, len(self.statistics))
+        return express(Unpacked, (kept,), len(self.statistics), others=self.statistics)
 
     def pack(self, x: Tensor, quantizer: Any, seed: int | Tensor, save_mode: SaveMode) -> Saved:
         """Pack the input, now or in backward; its means are not saved with codes, since backward does not read them."""
@@ -315,13 +328,135 @@ def output_of(region: Region, norm: Any, kept: Saved, out: Tensor, weight: Weigh
     sources = decoder.sources(tensors)
     affine = tuple([as_now(region, x, x is weight) for x in (weight, bias) if x is not None])
     has = weight is not None, bias is not None
-    make = output_decoder if decoder.lasts else OutputDecoder
     plan = norm.packing if weight is not None and decoder.lasts else None
-    return (*sources, *affine), make(norm.alignment, decoder, len(sources), has, out.shape, out.dtype, plan)
+    return express(*(NormOutput, ((sources, decoder),), norm.alignment, has, out.shape, out.dtype, plan), others=affine)
 
 
-def as_now(region: Region, x: Tensor, is_weight: bool) -> Tensor:
-    """Copy a bias, which may change before backward; weights only in distributed training: FSDP frees their memory."""
-    if is_weight and not region.is_distributed:
-        return x.detach()
-    return x.detach().clone() if torch.is_grad_enabled() else x.clone()  # one call less in a Function
+#: Elements to which a norm is applied at once: they stay in a CPU cache. A GPU takes all elements.
+_NUMEL_IN_CACHE = 1 << 16
+
+
+@dataclass(eq=False, slots=True)
+class _OfRecomputed(OfOne):
+    """Decoder of a norm's output; its source is the recomputed input; ``has``: which other tensors there are."""
+
+    alignment: Alignment
+    has: tuple[bool, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    allows_double_backward = False
+    how = storage_report.DERIVED
+
+    def input_of(self, tensors: Tensors) -> Saved:
+        return self.source(tensors)
+
+    def is_read_again(self, tensors: Tensors) -> bool:
+        return False
+
+    def _finished(self, out: Tensor) -> Tensor:
+        return with_strides(out.to(self.dtype), self.stride)
+
+
+class NormOutputAgain(_OfRecomputed):
+    """Its other tensors are the spread, and the mean, the weight and the bias if there are any."""
+
+    __slots__ = ()
+
+    @torch.no_grad()
+    def decode(self, tensors: Tensors) -> Tensor:
+        kept, decoder = self.source(tensors)
+        x, (spread, *others) = decoder.decode(kept), tensors[len(kept) :]
+        given = iter(others)
+        mean, weight, bias = (next(given) if there else None for there in self.has)
+        shift, scale = aligned(self.alignment, mean, spread, self.shape)
+        weight, bias = (y if y is None else self.alignment.align_weight(y, self.shape) for y in (weight, bias))
+        if weight is not None and weight.shape != scale.shape:  # no factor that is as large as the input
+            out = (x * scale if shift is None else (x - shift).mul_(scale)).mul_(weight)
+            return self._finished(out if bias is None else out.add_(bias))
+        scale = scale if weight is None else scale * weight
+        if shift is not None:
+            bias = -shift * scale if bias is None else bias - shift * scale
+        return self._finished(x * scale if bias is None else torch.addcmul(bias, x.to(scale.dtype), scale))
+
+
+class ChannelsAgain(_OfRecomputed):
+    """Decoder of a channel norm's output; its other tensors are the spread, the shifts, and perhaps the weight."""
+
+    __slots__ = ()
+    decodes_through = True
+
+    def decode(self, tensors: Tensors) -> Tensor:
+        return decoded(self, tensors, self._decode) if self.is_read_again(tensors) else self._decode(tensors)
+
+    def _decode(self, tensors: Tensors) -> Tensor:
+        x, scale, shift = self._read(tensors)
+        is_owned = isinstance(self.sources[0][0], HeldOutput) and not cache.holds(tensors[0])
+        is_owned = is_owned and sys.getrefcount(x) <= LONE  # no other thread has taken the output since
+        if is_owned and x.is_cpu and x.dtype is self.dtype is scale.dtype and x.stride() == self.stride:
+            for rows in x.split(max(_NUMEL_IN_CACHE // math.prod(self.shape[1:]), 1)):
+                rows.copy_(_affine(rows, scale, shift))
+            return x
+        return self._finished(_affine(x, scale, shift))
+
+    def is_read_again(self, tensors: Tensors) -> bool:
+        return may_be_held(math.prod(self.shape), tensors[0])
+
+    def _read(self, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor]:
+        kept, decoder = self.source(tensors)
+        spread, shift, *weight = tensors[len(kept) :]
+        with torch.no_grad():
+            scale = self.alignment.inverse(spread)
+            return decoder.decode(kept), scale * weight[0] if weight else scale, shift
+
+    def decode_through(self, tensors: Tensors, function: PointFunction, grad: Tensor | None = None) -> Tensor:
+        if self.is_read_again(tensors):
+            values = function(decoded(self, tensors, self._decode))
+            return values if grad is None else grad * values
+        x, scale, shift = self._read(tensors)
+        samples, size = self.shape[0], math.prod(self.shape[1:])
+        step = samples if x.is_cuda else max(_NUMEL_IN_CACHE // size, 1)
+        if step >= samples or x.stride() != self.stride or x.dtype is not self.dtype:
+            values = function(self._finished(_affine(x, scale, shift)))
+            return values if grad is None else grad * values
+        other = grad if grad is not None and grad.stride() == self.stride and grad.dtype is self.dtype else None
+        out = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=x.device)
+        for start in range(0, samples, step):
+            rows = slice(start, start + step)
+            values = function(_affine(x[rows], scale, shift))
+            if other is None:
+                out[rows] = values
+            else:
+                torch.mul(other[rows], values, out=out[rows])
+        return out if grad is None or other is not None else grad * out
+
+
+def _affine(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """x * scale + shift, by batch norm's eval kernel: a quarter of the time of ``addcmul``."""
+    mean, var = _of_none(scale.numel(), scale.dtype, scale.device)
+    return torch.batch_norm(x, scale, shift, mean, var, False, 0.0, 0.0, False)
+
+
+@functools.lru_cache
+def _of_none(channels: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    return torch.zeros(channels, dtype=dtype, device=device), torch.ones(channels, dtype=dtype, device=device)
+
+
+def recomputed_output(
+    region: Region, norm: NormInput, kept: Saved, out: Tensor, weight: Weight, bias: Weight
+) -> Saved | None:
+    if isinstance(kept[1], Unpacked):
+        kept = kept[1].source(kept[0])
+    if not is_output(kept[1]):
+        return None
+    alignment, rest = norm.norm.alignment, (tuple(out.shape), out.stride(), out.dtype)
+    if norm.mean is not None and norm.mean.shape == norm.spread.shape == out.shape[1:2] and out.dim() > 2:
+        with torch.no_grad():
+            scale = alignment.inverse(norm.spread)
+            scale = scale if weight is None else scale * weight
+            shift = -norm.mean * scale if bias is None else bias - norm.mean * scale
+        others = norm.spread, shift, *(() if weight is None else (as_now(region, weight, True),))
+        return express(ChannelsAgain, (kept,), alignment, (weight is not None,), *rest, others=others)
+    given = norm.mean, *(y if y is None else as_now(region, y, y is weight) for y in (weight, bias))
+    has, others = tuple(y is not None for y in given), (norm.spread, *(y for y in given if y is not None))
+    return express(NormOutputAgain, (kept,), alignment, has, *rest, others=others)

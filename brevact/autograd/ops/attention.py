@@ -27,21 +27,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from brevact.autograd.call_arguments import Parameters, is_plain
-from brevact.autograd.deriving.cache import Graph, HeldOutput, make_token, take_graph
-from brevact.autograd.deriving.layers import MOST_NESTED, can_recompute
+from brevact.autograd.call_arguments import BoundCall, Parameters, is_plain
+from brevact.autograd.deriving.cache import Graph, cache, make_token
+from brevact.autograd.deriving.layers import MOST_NESTED, HeldOutput, can_recompute
 from brevact.autograd.ops.base import Formula, Needs, outside_regions, requires_grad, run_inside, save, with_bits
 from brevact.autograd.ops.op import Op, Stored
 from brevact.autograd.ops.products import keep_operand, without_autocast_cache
-from brevact.autograd.saving.saved import (
-    AS_IT_IS,
-    PassesOn,
-    Region,
-    Saved,
-    distinct_elements,
-    one_object_each,
-    with_strides,
-)
+from brevact.autograd.saving.saved import AS_IT_IS, Region, Saved, distinct_elements, express, mapped, with_strides
 from brevact.autograd.saving.storages import find_shared, share_packed, storage_address
 from brevact.autograd.saving.store import reported
 from brevact.private_names.of_torch import attention_by_math, choose_attention, is_any_autocast_enabled
@@ -83,7 +75,7 @@ def _apply(
     def gradients(
         dtype: torch.dtype, of_value: torch.Size, needs: Needs, grad: Tensor, token: Any, *saved: Any
     ) -> tuple[Tensor | None, ...]:
-        graph = None if token is None else take_graph(token.decode())
+        graph = None if token is None else cache.take_graph(token.decode())
         if graph is not None:
             with outside_regions(grad.device):
                 return _differentiated(needs, dtypes, *graph, grad)
@@ -102,18 +94,11 @@ def _apply(
     return region.apply(Formula, run, None, *tensors)
 
 
-@dataclass(frozen=True, slots=True)
-class _FromLargest(PassesOn):
-    """Decodes a mask from its differences to the maxima of its rows, the last tensor; non-finite values become -inf."""
-
-    shape: torch.Size
-
-    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        x = self.decoder.decode(tensors[:-1])
-        return (x.masked_fill(x.isfinite().logical_not_(), -torch.inf) + tensors[-1]).expand(self.shape)
+def _from_largest(x: Tensor, largest: Tensor, *shape: int) -> Tensor:
+    """Return a mask from its differences to the maxima of its rows; non-finite values become -inf."""
+    return (x.masked_fill(x.isfinite().logical_not_(), -torch.inf) + largest).expand(shape)
 
 
-_from_largest = one_object_each(_FromLargest)
 #: Scores this far below their row's largest have a negligible probability, e^-60.
 _LOWEST = -60.0
 
@@ -130,8 +115,8 @@ def _keep_mask(region: Region, mask: Tensor) -> Saved | None:
         largest = x.amax(-1, keepdim=True)
         largest = largest.masked_fill(largest == -torch.inf, 0)
         x = x - largest
-        tensors, decoder = region.keep(x.masked_fill_(x < _LOWEST, -torch.inf), share=False)
-        return (*tensors, largest), _from_largest(decoder, mask.shape)
+        kept = region.keep(x.masked_fill_(x < _LOWEST, -torch.inf), share=False)
+        return mapped(kept, BoundCall(_from_largest, (Tensor, Tensor, *mask.shape)), largest)
 
     return _keep_once(region, mask, "mask", from_largest)
 
@@ -178,26 +163,20 @@ def _differentiated(
 
 @dataclass(eq=False, slots=True)
 class _AttentionOutput(HeldOutput):
-    """Decoder of the output; sources: query, key, value (``needs``: which need a gradient), and perhaps a mask."""
+    """Decoder of the output; sources: query, key, value (``needs``: which need a gradient); a mask may follow."""
 
     options: _Options
     needs: Needs
 
     def _computed(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Graph]:
         leaves: list[Tensor | None] = []
-        start = 1
-        for (decoder, count), need in zip(self.sources, self.needs, strict=True):
-            x = decoder.decode(tensors[start : start + count])
-            leaves.append(x.detach().to(self.dtype).requires_grad_(need))
-            start += count
-        mask = tensors[start] if start < len(tensors) else None
+        for (kept, decoder), need in zip(self.parts(tensors), self.needs, strict=True):
+            leaves.append(decoder.decode(kept).detach().to(self.dtype).requires_grad_(need))
+        (mask,) = self.others(tensors) or (None,)
         leaves.append(mask if mask is None or mask.dtype is torch.bool else mask.to(self.dtype))
         with outside_regions(tensors[0].device):
             out = _recompute_attention(leaves, self.options, None)
         return with_strides(out.detach(), self.stride), (out, tuple(leaves))
-
-
-_attention_output = one_object_each(_AttentionOutput)
 
 
 def _remember(
@@ -210,14 +189,9 @@ def _remember(
         return None
     if not can_recompute(region, out):
         return None
-    lasts = all(decoder.lasts for _, decoder in sources)
-    decoder = (_attention_output if lasts else _AttentionOutput)(
-        tuple((decoder, len(tensors)) for tensors, decoder in sources),
-        *(tuple(out.shape), out.stride(), out.dtype, 2 * keys, options, needs),
-    )
-    token = make_token(out.device)
-    masks = () if mask is None else (mask.detach(),)
-    region.register(out, ((token, *(x for tensors, _ in sources for x in tensors), *masks), decoder))
+    token, masks = make_token(out.device), () if mask is None else (mask.detach(),)
+    of_output = tuple(out.shape), out.stride(), out.dtype, 2 * keys, options, needs
+    region.register(out, express(_AttentionOutput, sources, *of_output, leading=(token,), others=masks))
     return (token,), AS_IT_IS
 
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from brevact.autograd.call_arguments import bound_call
 from brevact.autograd.deriving import known_values
+from brevact.autograd.deriving.expressions import of_weight
 from brevact.autograd.deriving.norms import WithStatistics
 from brevact.autograd.region.settings import BackwardSettings, SaveMode
 from brevact.autograd.saving import storage_report
@@ -306,7 +307,7 @@ def compute_from_weight(
         save(ctx, exact=tensors)
         out = compute(*tensors)
         if out.shape == tensors[0].shape:  # statistics are small: saved unpacked
-            known_values.register(out, tuple(x.detach() for x in tensors), known_values.Recomputed(compute, out.nbytes))
+            known_values.register(out, *of_weight(compute, tuple(x.detach() for x in tensors), out))
         return out
 
     def through(needs: Needs, grad: Tensor, *tensors: Tensor) -> Sequence[Tensor | None]:

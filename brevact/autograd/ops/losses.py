@@ -53,7 +53,7 @@ from brevact.autograd.ops.base import Formula, Needs, requires_grad, save
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Stored
 from brevact.autograd.region.settings import BackwardSettings
 from brevact.autograd.saving import storage_report
-from brevact.autograd.saving.saved import Decoder, Quality, Region, Saved, Weight
+from brevact.autograd.saving.saved import Expression, Region, Saved, Weight, express
 from brevact.autograd.saving.storages import is_made, is_tracked
 from brevact.autograd.saving.store import keep_as_it_is, keep_mask, keep_places, reported
 
@@ -81,7 +81,7 @@ def _cross_entropy(
             sure = keep_mask(_turn_sure(p, target, options))
             kept = region.keep(p, share=False)
         else:
-            kept = reported((known[0], _Probabilities(known[1], dim, tuple(input.shape), out.dtype)))
+            kept = reported(express(_Probabilities, (known,), dim, tuple(input.shape), out.dtype))
         save(ctx, kept, _kept_index(region, input, target, options), sure, exact=(weight,))
         return out
 
@@ -132,7 +132,7 @@ def _cross_entropy_of_rows(
                 kept.append(region.keep(p, share=False))
         loss = torch.cat(losses)
         if known is not None:
-            kept.append(reported((known[0], _Probabilities(known[1], 1, tuple(shape), loss.dtype))))
+            kept.append(reported(express(_Probabilities, (known,), 1, tuple(shape), loss.dtype)))
         save(ctx, *kept, keep_mask(torch.cat(sure)) if sure else None, _kept_index(region, input, target, options))
         ctx.gradients = functools.partial(gradients, loss.dtype, known is not None)
         if options.reduction == "none":
@@ -146,7 +146,7 @@ def _cross_entropy_of_rows(
         g, y, w_y = _of_samples(grad, grad.new_empty((), dtype=of_loss), target, None, options)
         hit = (g * w_y).expand(len(target), 1)
         are_sure = None if sure is None else sure.decode()
-        rows = rows_of(kept[0].decoder.logits, kept[0].tensors) if is_known else None
+        rows = rows_of(kept[0].decoder.sources[0][0], kept[0].tensors) if is_known else None
         whole = kept[0].decode() if is_known and rows is None else None
         grad_input = torch.empty(shape, dtype=dtype, device=grad.device)
         for count, start in enumerate(range(0, len(target), step)):
@@ -178,24 +178,20 @@ def _rows_of_chunk(input: Tensor) -> int:
     return max(1, -(-rows // _ALIGNED_ROWS)) * _ALIGNED_ROWS
 
 
-@dataclass(frozen=True, slots=True)
-class _Probabilities(Decoder):
+@dataclass(eq=False, slots=True)
+class _Probabilities(Expression):
     """Decoder of the softmax of recomputed logits; those of a linear layer in chunks of rows."""
 
-    logits: Decoder
     dim: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     how = storage_report.RECOMPUTED
 
-    @property
-    def quality(self) -> Quality:  # type: ignore[override]
-        return self.logits.quality._replace(is_curved=True)
-
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        rows = rows_of(self.logits, tensors) if self.dim == len(self.shape) - 1 else None
+        logits = self.sources[0][0]
+        rows = rows_of(logits, tensors) if self.dim == len(self.shape) - 1 else None
         if rows is None:
-            return torch.softmax(self.logits.decode(tensors), self.dim, dtype=self.dtype)
+            return torch.softmax(logits.decode(tensors), self.dim, dtype=self.dtype)
         found = torch.empty(self.shape, dtype=self.dtype, device=tensors[0].device)
         flat = found.view(-1, self.shape[-1])
         step = _rows_of_chunk(flat)

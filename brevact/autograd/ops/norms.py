@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from brevact.autograd.call_arguments import Parameters
-from brevact.autograd.deriving.cache import take
 from brevact.autograd.deriving.derived import derive_output
+from brevact.autograd.deriving.layers import take
 from brevact.autograd.deriving.norms import Centred, NormInput, Unpacked, along_channels, packed_decoder
 from brevact.autograd.ops.base import Formula, Needs, SavedValue, requires_grad, save
 from brevact.autograd.ops.norm_formulas import (
@@ -149,7 +149,7 @@ def _run_planned(
 
 def _backward_of_recomputed(norm: Any, kept: SavedValue, grad: Tensor, weight: Weight, mask: Mask) -> Gradients:
     """Gradients of a batch norm with a plan, from a recomputed input, whose memory they may reuse."""
-    source, decoder = kept.decoder.without_statistics(kept.tensors)
+    source, decoder = kept.decoder.source(kept.tensors)
     x, is_owned = take(decoder, source)
     mean, invstd = kept.tensors[-2:]
     return batch_norm_backward(grad, x, weight, mean, invstd, norm.eps, mask, is_owned)

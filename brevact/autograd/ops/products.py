@@ -299,8 +299,7 @@ def keep_operand(region: Region, x: Tensor) -> Saved:
     base = x
     for i in expanded:  # one of its equal slices, with the stride of a dimension of size 1
         base = base.select(i, 0).unsqueeze(i)
-    tensors, decoder = region.keep(base.permute(order))
-    return tensors, mapped(decoder, _View(inverse, x.shape))
+    return mapped(region.keep(base.permute(order)), _View(inverse, x.shape))
 
 
 @one_object_each

@@ -31,7 +31,16 @@ from brevact.autograd.region.running import active, is_alive, is_distributed
 from brevact.autograd.region.seeds import SeedStream
 from brevact.autograd.region.settings import BackwardSettings, SaveMode
 from brevact.autograd.saving import storage_report
-from brevact.autograd.saving.saved import AS_IT_IS, Saved, complex_of, distinct_elements, mapped, pairs_of, without_gaps
+from brevact.autograd.saving.saved import (
+    AS_IT_IS,
+    Saved,
+    complex_of,
+    distinct_elements,
+    mapped,
+    pairs_of,
+    view_of,
+    without_gaps,
+)
 from brevact.autograd.saving.saved_tensor_hooks import SavedTensorHooks, checkpoints_around, is_checkpoint_innermost
 from brevact.autograd.saving.storages import find_record, find_shared, is_held, share_packed
 from brevact.autograd.saving.store import beside, keep_as_it_is, keep_small, pack, plan_of, report_statistics, reported
@@ -212,7 +221,7 @@ class Region:
         tensors, decoder = self.keep(pairs_of(x), share=share)
         if decoder is AS_IT_IS:
             return (complex_of(tensors[0], x.is_conj()),), AS_IT_IS
-        return tensors, mapped(decoder, BoundCall(complex_of, (Tensor, x.is_conj())))
+        return mapped((tensors, decoder), BoundCall(complex_of, (Tensor, x.is_conj())))
 
     def keep_levels(self, x: Tensor, norm: NormInput) -> Saved:
         with no_dispatch_modes() if self.is_counted else nullcontext():
@@ -253,7 +262,7 @@ class Region:
         if base is not None and not base.is_leaf:
             is_whole = x.numel() == base.numel() and Layout.of(x).is_dense and Layout.of(base).is_dense
             if is_whole and x.dtype is base.dtype and not (self.settings.is_exact or is_weight(base, self.state)):
-                return known_values.view_of(self.keep(base), x, x.storage_offset() - base.storage_offset())
+                return view_of(self.keep(base), x, x.storage_offset() - base.storage_offset())
         elif x.is_leaf and x.requires_grad:
             return keep_as_it_is(x, storage_report.VARIABLE)
         return self.keep_weight(x) if is_weight(x, self.state) else self.keep(x)

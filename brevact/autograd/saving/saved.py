@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -146,27 +145,67 @@ class Decoder:
         return self.how, self.nbytes
 
 
-def _passed_on(name: str) -> Any:
-    return property(operator.attrgetter(f"decoder.{name}"))
-
-
-@dataclass(frozen=True, slots=True)
-class PassesOn(Decoder):
-    """Base of decoders that return another decoder's tensor in another shape, without computing anything."""
-
-    decoder: Decoder
-    quality, lasts, depth = map(_passed_on, ("quality", "lasts", "depth"))
-    allows_double_backward = _passed_on("allows_double_backward")
-
-    def is_read_again(self, tensors: Tensors) -> bool:
-        return self.decoder.is_read_again(tensors)
-
-    def described(self, tensors: Tensors) -> tuple[str, int]:
-        return self.decoder.described(tensors)
+#: A function of tensors; mypy takes no NamedTuple with ``__call__`` for a ``Callable``.
+TensorFunction = Any
 
 
 #: The saved form of a tensor: tensors for autograd to save, and the decoder that reads them.
 Saved = tuple[Tensors, Decoder]
+
+
+@dataclass(eq=False, slots=True)
+class Expression(Decoder):
+    """Decoder of a function of saved tensors: of other functions' results, views, layers' outputs and norms' outputs.
+
+    Its tensors are ``leading`` ones of its own, those of its sources, and others of its own. ``sources``: decoders and
+    numbers of tensors.
+    """
+
+    sources: tuple[tuple[Decoder, int], ...]
+    quality: Quality = field(init=False)
+    lasts: bool = field(init=False)
+    depth: int = field(init=False)
+    leading = 0
+
+    def __post_init__(self) -> None:
+        (first, _), *others = self.sources
+        self.quality, self.lasts, self.depth = first.quality, first.lasts, first.depth
+        for decoder, _ in others:
+            self.quality = self.quality.with_other(decoder.quality)
+            self.lasts, self.depth = self.lasts and decoder.lasts, max(self.depth, decoder.depth)
+
+    def parts(self, tensors: Tensors) -> list[Saved]:
+        """Return the sources' saved forms."""
+        parts, start = [], self.leading
+        for decoder, count in self.sources:
+            parts.append((tensors[start : start + count], decoder))
+            start += count
+        return parts
+
+    def others(self, tensors: Tensors) -> Tensors:
+        """Return the expression's own tensors after those of its sources."""
+        return tensors[self.leading + sum([count for _, count in self.sources]) :]
+
+
+@dataclass(eq=False, slots=True)
+class OfOne(Expression):
+    """Base of expressions of one source that compute next to nothing."""
+
+    @property
+    def allows_double_backward(self) -> bool:  # type: ignore[override]
+        return self.sources[0][0].allows_double_backward
+
+    def source(self, tensors: Tensors) -> Saved:
+        decoder, count = self.sources[0]
+        return tensors[:count], decoder
+
+    def is_read_again(self, tensors: Tensors) -> bool:
+        kept, decoder = self.source(tensors)
+        return decoder.is_read_again(kept)
+
+    def described(self, tensors: Tensors) -> tuple[str, int]:
+        kept, decoder = self.source(tensors)
+        return decoder.described(kept)
 
 
 #: Makes a function return the same object for equal arguments, so that a training step reuses the last one's. Equal
@@ -354,27 +393,67 @@ class Blank(Decoder):
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
 
-@dataclass(frozen=True, slots=True)
-class Mapped(PassesOn):
-    function: PointFunction
+@dataclass(eq=False, slots=True)
+class Mapped(OfOne):
+    """Decoder of a function of a source, and of the expression's own tensors."""
+
+    function: TensorFunction
 
     def decode(self, tensors: Tensors) -> Tensor:
-        return self.function(self.decoder.decode(tensors))
+        kept, decoder = self.source(tensors)
+        found: Tensor = self.function(decoder.decode(kept), *tensors[len(kept) :])
+        return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Own(PassesOn):
+@dataclass(eq=False, slots=True)
+class View(OfOne):
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: Any  # int; torch types it as a symbol, too
+
+    def decode(self, tensors: Tensors) -> Tensor:
+        return self.sources[0][0].decode(tensors).as_strided(self.shape, self.stride, self.offset)
+
+
+@dataclass(eq=False, slots=True)
+class Own(OfOne):
     """Decodes a tensor into memory that its reader alone uses."""
 
     def decode(self, tensors: Tensors) -> Tensor:
-        found = self.decoder.decode(tensors)
-        return found.clone() if self.decoder.is_read_again(tensors) else found
+        found = self.sources[0][0].decode(tensors)
+        return found.clone() if self.is_read_again(tensors) else found
 
 
 AS_IT_IS = _AsItIs()
-own, mapped = one_object_each(_Own), one_object_each(Mapped)
 decoder_of_packed, decoder_of_mask = one_object_each(_Packed), one_object_each(_Mask)
 decoder_of_places = one_object_each(_Places)
+
+
+def express(
+    kind: type[Expression], sources: Sequence[Saved], *options: Any, leading: Tensors = (), others: Tensors = ()
+) -> Saved:
+    """Return the saved form of an expression of this kind, with own tensors before and after those of its sources."""
+    of, lasts, tensors = [], True, leading
+    for kept, decoder in sources:
+        of.append((decoder, len(kept)))
+        lasts, tensors = lasts and decoder.lasts, tensors + kept
+    return tensors + others, (_one_of_each if lasts else _new)(kind, tuple(of), *options)  # type: ignore[arg-type]
+
+
+def _new(kind: type[Expression], *arguments: Any) -> Expression:
+    return kind(*arguments)
+
+
+_one_of_each = one_object_each(_new)
+
+
+def mapped(kept: Saved, function: TensorFunction, *others: Tensor) -> Saved:
+    """Return the saved form of a function, which does not change dtype or bytes, of a saved tensor and of others."""
+    return express(Mapped, (kept,), function, others=others)
+
+
+def view_of(base: Saved, x: Tensor, offset: int | torch.SymInt) -> Saved:
+    return express(View, (base,), tuple(x.shape), x.stride(), offset)
 
 
 class SavedByHook:

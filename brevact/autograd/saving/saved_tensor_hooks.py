@@ -33,7 +33,18 @@ from brevact.autograd.interop.other_code import CHECKPOINT, INPUT_OF_CHECKPOINT,
 from brevact.autograd.ops.base import with_bits
 from brevact.autograd.region.running import NO_TRANSFORMS
 from brevact.autograd.saving import storage_report
-from brevact.autograd.saving.saved import AS_IT_IS, Blank, Decoder, Region, Saved, SavedByHook, mapped, own, unpack
+from brevact.autograd.saving.saved import (
+    AS_IT_IS,
+    Blank,
+    Decoder,
+    Own,
+    Region,
+    Saved,
+    SavedByHook,
+    express,
+    mapped,
+    unpack,
+)
 from brevact.autograd.saving.stand_ins import give_up, give_up_saturated, hold, offer, stand_in
 from brevact.autograd.saving.storages import end_known_values, is_tracked, storage_address
 from brevact.autograd.saving.store import (
@@ -246,7 +257,7 @@ class SavedTensorHooks:
             tensors, decoder = self._region.keep(input)
             if decoder is AS_IT_IS and storage_address(tensors[0]) == storage_address(x):
                 return self._hand_on(((x,), AS_IT_IS))
-            return self._hand_on((tensors, mapped(decoder, BoundCall(torch.reshape, (Tensor, tuple(x.shape))))))
+            return self._hand_on(mapped((tensors, decoder), BoundCall(torch.reshape, (Tensor, tuple(x.shape)))))
 
         return self._run_marked(pack, layer, input, weight, *args)
 
@@ -363,10 +374,10 @@ class SavedTensorHooks:
         """Pack a tensor of other code, whose backward kernels may overwrite the decoded tensor."""
         with DisableTorchFunction():
             region, unknown, call = self._keeper_for(x, saver)
-            tensors, decoder = kept = self._keep(x, region, saver, unknown)
+            kept = self._keep(x, region, saver, unknown)
             if call is not None and region.packs and (made := call.result_with(x, kept)) is not None:
                 derive(region, *made, is_curved=made[1].is_curved, is_pointwise=False)
-            return self._hand_on((tensors, decoder if decoder is AS_IT_IS else own(decoder)))
+            return self._hand_on(kept if kept[1] is AS_IT_IS else express(Own, (kept,)))
 
     def _hand_on(self, kept: Saved) -> _Handle:
         """Return the object that autograd holds for a tensor; hooks around the region see the stored tensors."""

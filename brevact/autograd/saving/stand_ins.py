@@ -26,8 +26,7 @@ from brevact.autograd.saving.storages import find_record, is_tracked, note_held,
 
 def stand_in(mask: Saved, dtype: torch.dtype, inside: float = 1.0) -> Saved:
     """Return the saved form of a tensor that is ``inside`` where a mask is set and 0 elsewhere."""
-    tensors, decoder = mask
-    return tensors, mapped(decoder, BoundCall(_signs, (Tensor, dtype, inside)))
+    return mapped(mask, BoundCall(_signs, (Tensor, dtype, inside)))
 
 
 def _signs(mask: Tensor, dtype: torch.dtype, inside: float) -> Tensor:

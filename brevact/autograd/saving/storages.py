@@ -37,8 +37,8 @@ def _count_of_a_lone_local() -> int:
 LONE = _count_of_a_lone_local()
 
 _version_of = operator.attrgetter("_version")
-#: Attributes of a storage: its record, and whether integers in it were made by a region's op.
-_RECORD, _MADE = "_brevact_record", "_brevact_made"
+#: Attribute of a storage: its record.
+_RECORD = "_brevact_record"
 
 
 class Record:
@@ -52,6 +52,10 @@ class Record:
         saturates: whether the tensor is a saturating output.
         carried: the saturating outputs that the tensor is a function of.
         copied: bytes of the copies that were made of small views.
+        is_made: whether integers in the storage were made by a region's op.
+        ends: of packed codes, a weak reference to what saves their first bits, and its hooks (``integer_codes``).
+        holder: of a token, what saves these first bits.
+        place: of a token, its position in the forward pass; -1 for other tensors.
         is_exposed: whether somebody may write to the storage unseen at any time: nothing else is recorded then.
     """
 
@@ -59,8 +63,10 @@ class Record:
     packs: _Packs | None = None
     held: tuple[weakref.ref[Any], int] | None = None
     offered: tuple[Any, ...] = ()
-    saturates = is_exposed = False
-    copied = 0
+    ends: tuple[weakref.ref[Any], Any] | None = None
+    holder: Any = None
+    saturates = is_made = is_exposed = False
+    copied, place = 0, -1
     carried: Tensors = ()
 
 
@@ -161,12 +167,14 @@ def is_held(x: Tensor, record: Record) -> bool:
 
 
 def note_made(x: Tensor, given: list[Tensor]) -> None:
-    if not x._is_view() and all(x is not other for other in given):
-        x.untyped_storage().__dict__[_MADE] = True
+    record = None if x._is_view() or any(x is other for other in given) else record_of(x)
+    if record is not None:
+        record.is_made = True
 
 
 def is_made(x: Tensor) -> bool:
-    return _MADE in x.untyped_storage().__dict__
+    record = find_record(x)
+    return record is not None and record.is_made
 
 
 def versions_of(tensors: Tensors) -> tuple[int, ...]:
