@@ -75,9 +75,12 @@ def pack(joint: JointGraph) -> tuple[list[fx.Node], list[Row]]:
         elif is_marked and (width := joint.integers.width_of(node)) is not None:
             stored, bits = packer.integers(node, width), width
         elif use is not None and joint.is_lossy(use):
-            quantizer = packer.sized(quantizer_of(joint, use), node)
-            stored = packer.activation(node, settings_for(joint, use), quantizer, is_smooth=use.use is Use.SMOOTH)
-            bits = bits_of(quantizer)
+            settings, quantizer = settings_for(joint, use), quantizer_of(joint, use)
+            if settings.draws_size and quantizer == settings.quantizer:
+                packer.count += 1
+                quantizer = quantizer.with_drawn_size(numel_of(node), seed_of_size() + packer.count)
+            is_smooth = use.use is Use.SMOOTH
+            stored, bits = packer.activation(node, settings, quantizer, is_smooth=is_smooth), bits_of(quantizer)
         kept.update(dict.fromkeys(stored))
         if value is not None and (node.op != "placeholder" or bits):
             rows.append(_row(node, "" if use is None else use.text, bits, *stored))
@@ -110,13 +113,6 @@ class _Packer:
             self.seeds[device] = joint.last_input = made
         self.count += 1
         return self.call(aten.select.int, self.seeds[device], 0, self.count - 1)
-
-    def sized(self, quantizer: Any, node: fx.Node) -> Any:
-        """The quantizer, of which one draws how many bytes a tensor takes."""
-        if not hasattr(quantizer, "with_drawn_size"):
-            return quantizer
-        self.count += 1
-        return quantizer.with_drawn_size(numel_of(node), seed_of_size() + self.count)
 
     def placed(self, node: fx.Node, x: fx.Node) -> tuple[fx.Node, list[Any], list[Any]]:
         """The values ``x`` of a node in the memory order that the compiler gives it, its sizes and strides."""
