@@ -92,7 +92,6 @@ def save_what_lacks_to_one(joint: JointGraph) -> None:
         if dim is None or not joint.is_lossy(each):
             continue
         count, shape = shape_of(p)[dim], [-1 if axis == dim else 1 for axis in range(len(shape_of(p)))]
-
         with joint.insert_after(p):
             places = call(prims.iota.default, count, **options, device=p.meta["val"].device)
             places = call(aten.view.default, places, shape)

@@ -70,13 +70,13 @@ class Recomputation:
     def __init__(self, graph: fx.Graph, node_info: Any, plan: Callable[[Iterable[fx.Node]], Plan]) -> None:
         self._graph, self._node_info, self._plan = graph, node_info, plan
         self._usual, banned = self._cut(())
-        self._times = {node: _time_of(node) for node in banned if _is_layer(node)}
+        times = {node: partitioners.estimate_runtime(node) + numel_of(node) for node in banned if _is_layer(node)}
         joint, copies = plan(self._usual)
         nbytes_of = {node: nbytes for node, nbytes, _ in costs(joint)}
-        least = {node.name: nbytes for node, nbytes, _ in costs(plan(self._cut(self._times)[0])[0])}
+        least = {node.name: nbytes for node, nbytes, _ in costs(plan(self._cut(times)[0])[0])}
         #: Bytes that are saved where no layer is computed again.
         self.most = sum(nbytes_of.values())
-        layers = {copies[node]: node for node in self._times}
+        layers = {copies[node]: node for node in times}
         tensors: dict[frozenset[fx.Node], float] = {}
         for node, nbytes in nbytes_of.items():
             gain, behind = nbytes - least.get(node.name, 0), _layers_behind(node, joint.saved, layers)
@@ -85,7 +85,7 @@ class Recomputation:
         self._order: list[tuple[frozenset[fx.Node], float]] = []  # layers and the bytes that they free, the best first
         again: frozenset[fx.Node] = frozenset()
         while tensors:
-            best = max(tensors, key=lambda layers: tensors[layers] / self._time(layers - again))
+            best = max(tensors, key=lambda layers: tensors[layers] / (1 + sum(times[each] for each in layers - again)))
             self._order.append((best, tensors.pop(best)))
             again |= best
 
@@ -131,9 +131,6 @@ class Recomputation:
     def _layers(self, count: int) -> frozenset[fx.Node]:
         return frozenset[fx.Node]().union(*(layers for layers, _ in self._order[:count]))
 
-    def _time(self, layers: Iterable[fx.Node]) -> float:
-        return 1 + sum(self._times[each] for each in layers)
-
     def _cut(self, again: Collection[fx.Node]) -> tuple[list[fx.Node], Collection[fx.Node]]:
         """PyTorch's minimum cut where these layers may be computed again, and all that it does not compute again."""
         options = partitioners.MinCutOptions(False, False, False, False, functorch_config.ban_recompute_reductions)
@@ -148,10 +145,6 @@ def _is_layer(node: fx.Node) -> bool:
         and not is_random(node)
         and node.meta.get("recompute") is not CheckpointPolicy.MUST_SAVE
     )
-
-
-def _time_of(node: fx.Node) -> float:
-    return float(partitioners.estimate_runtime(node) + numel_of(node))
 
 
 def _layers_behind(node: fx.Node, saved: Collection[fx.Node], layers: dict[fx.Node, fx.Node]) -> frozenset[fx.Node]:
