@@ -239,7 +239,7 @@ def load_ends(token: Tensor) -> Tensor:
 def share_codes(tensors: Tensors) -> None:
     """For each codes tensor that an op saves, let its quantizer save it in place of the first bits."""
     for x in tensors:
-        record = find_record(x)
+        record = find_record(x) if x.dtype is torch.uint8 else None
         if record is None or record.ends is None:
             continue
         (reference, outer), record.ends = record.ends, None
