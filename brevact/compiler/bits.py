@@ -20,8 +20,9 @@ from brevact.compiler.dependence import Saved
 from brevact.compiler.joint_graph import JointGraph
 from brevact.compiler.nodes import is_mask, numel_of, value_of
 from brevact.compiler.norms import statistics_of
-from brevact.quantizers import Rounding, UniformQuantizer
+from brevact.quantizers import UniformQuantizer
 from brevact.quantizers.formats.uniform import BIT_WIDTHS
+from brevact.quantizers.traits import traits_of
 
 #: Fewest bits of tensors from which layers are computed again, which take at least two bits more than others.
 _DEEP_BITS = 6
@@ -45,8 +46,7 @@ def with_bits(settings: BackwardSettings, bits: int) -> BackwardSettings:
 
 
 def _uniform(quantizer: Any, bits: int) -> UniformQuantizer:
-    rounding = getattr(quantizer, "rounding", Rounding.STOCHASTIC if quantizer.is_stochastic else Rounding.NEAREST)
-    return UniformQuantizer(bit_width=bits, rounding=rounding)
+    return UniformQuantizer(bit_width=bits, rounding=traits_of(quantizer).rounding)
 
 
 def settings_for(joint: JointGraph, saved: Saved, width: int | None = None) -> BackwardSettings:

@@ -81,7 +81,7 @@ class IntegerCodes(Decoder):
 
     def _decode(self, tensors: Tensors) -> Tensor:
         packed, zero_point, scale, *mask = tensors
-        found = None if mask else _plan_of(self, scale.shape, zero_point.shape, scale.dtype, zero_point.dtype)
+        found = None if mask else _plan_of_scales(self, scale.shape, zero_point.shape, scale.dtype, zero_point.dtype)
         if found is None:
             return self.integers(tensors) * scale
         out = self.layout.empty(packed.device)
@@ -92,7 +92,7 @@ class IntegerCodes(Decoder):
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan_of(
+def _plan_of_scales(
     codes: IntegerCodes,
     of_scale: torch.Size,
     of_zero_point: torch.Size,

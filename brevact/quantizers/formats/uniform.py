@@ -139,13 +139,8 @@ class UniformQuantizer(Quantizer):
         return self.rounding is not Rounding.NEAREST and not self.is_lossless
 
     @property
-    def is_lossless(self) -> bool:
+    def is_lossless(self) -> bool:  # type: ignore[override]  # of a field, which is frozen
         return self.bit_width == 32
-
-    @functools.cached_property
-    def has_uniform_codes(self) -> bool:
-        """Whether the kernel ops of `plan_of` write and read its bytes; a subclass may quantize in another way."""
-        return type(self) is UniformQuantizer and not self.is_lossless
 
     def parts(self, layout: Layout) -> tuple[Part, ...]:
         if self.is_lossless:
