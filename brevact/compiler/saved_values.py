@@ -158,7 +158,7 @@ def _clamped(node: fx.Node) -> Iterable[fx.Node]:
         return [node]
     lower = max((bound for compare, _, bound in kinks if compare is aten.le), default=-math.inf)
     upper = min((bound for compare, _, bound in kinks if compare is aten.ge), default=math.inf)
-    return found if lower < upper else [node]
+    return found if lower < upper or len({compare for compare, *_ in kinks}) == 1 else [node]
 
 
 def _drop_computable(joint: JointGraph) -> None:
