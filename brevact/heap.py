@@ -1,16 +1,15 @@
 """glibc's heap: free memory must not stay resident while activations are packed on the CPU.
 
-The first use of a CPU kernel sets two thresholds: up to 128 MiB of free memory stay at the heap's end, which glibc
-would otherwise return and fault in again at each step, and tensors from 32 MiB on are mapped separately.
+The first use of a CPU kernel sets two thresholds: up to 128 MiB of free memory, which each step would fault in again,
+stay at the heap's end, and tensors from 32 MiB on are mapped separately.
 
 PyTorch allocates aligned blocks, and glibc gives the rest of a free block to others: the block that an activation frees
 is too small for the next one, and the heap grows. So kernels check the process every 4 million elements, or as many as
-the last check found room for. If 96 MiB more are resident than were ever in use, free blocks go back to the system. The
-largest ones are taken by `malloc` and returned in place (`madvise`), those above 8 MiB as whole large pages, which one
-fault brings back; `malloc_trim` returns the rest.
+the last check found room for. If 96 MiB more are resident than were ever in use, free blocks go back to the system: the
+largest ones in place (`madvise`), those above 8 MiB as whole large pages; `malloc_trim` returns the rest.
 
-PyTorch reads `THP_MEM_ALLOC_ENABLE` at its first tensor of 2 MiB, before anything is packed, so importing `brevact`
-sets it unless the program has: with small pages a step faults in four to twenty times as many pages.
+PyTorch reads `THP_MEM_ALLOC_ENABLE` at its first tensor, before anything is packed, so importing `brevact` sets it
+unless the program has: with small pages a step faults in many times as many, and takes longer.
 """
 
 from __future__ import annotations
@@ -32,27 +31,21 @@ MOST_FREE = 96 << 20  # bytes that may be free and resident above the highest us
 FEW_FREE = 16 << 20  # bytes that a check leaves to the next one, at least
 MORE_RETURNED = 32 << 20  # on top of the excess, or the next check would find excess again
 LARGE_PAGE = 2 << 20
-MADV_DONTNEED, MADV_HUGEPAGE = 4, 14  # of <sys/mman.h>
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
-_SETTINGS = ("TRIM_THRESHOLD_", "TOP_PAD_", "MMAP_THRESHOLD_", "MMAP_MAX_", "PERTURB_")
+MADV_DONTNEED, MADV_HUGEPAGE, _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = 4, 14, -1, -3  # of <sys/mman.h> and <malloc.h>
 _log = logging.getLogger("brevact")
-
-LARGE_PAGES = "THP_MEM_ALLOC_ENABLE"
-os.environ.setdefault(LARGE_PAGES, "1")
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 class _Mallinfo(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
-    )
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _names.split())
 
 
 class Heap:
     """This process's heap; raises an AttributeError or an OSError if its state is unknown."""
 
     def __init__(self, libc: ctypes.CDLL) -> None:
-        size, address = ctypes.c_size_t, ctypes.c_void_p
+        self.libc, size, address = libc, ctypes.c_size_t, ctypes.c_void_p
         libc.mallinfo2.restype = _Mallinfo
         for name, result, *arguments in (
             *(("malloc", address, size), ("free", None, address), ("malloc_usable_size", size, address)),
@@ -61,7 +54,6 @@ class Heap:
         ):
             function = getattr(libc, name)
             function.restype, function.argtypes = result, arguments
-        self.libc = libc
         maps = Path("/proc/self/maps").read_text()
         self.start = int(re.search(r"^(\w+)-.*\[heap\]$", maps, re.M)[1], 16)  # type: ignore[index]
         self.beside = self.resident() - self.in_use()  # resident memory outside malloc, such as Python's objects
@@ -73,8 +65,7 @@ class Heap:
         return (int(resident) - int(of_files)) * mmap.PAGESIZE
 
     def in_use(self) -> int:
-        info = self.libc.mallinfo2()
-        return info.uordblks + info.hblkhd
+        return (info := self.libc.mallinfo2()).uordblks + info.hblkhd
 
     def look(self) -> int:
         """Return excess memory to the system; return the bytes by which the process may grow until the next check."""
@@ -90,12 +81,11 @@ class Heap:
 
     def return_gaps(self, enough: int) -> None:
         """Return free blocks to the system, largest first, until at most `enough` bytes are resident."""
-        libc, taken, size = self.libc, [], min(1 << 30, self.libc.mallinfo2().fordblks)
+        libc, taken, size, end = self.libc, [], min(1 << 30, self.libc.mallinfo2().fordblks), self.libc.sbrk(0)
         try:  # malloc would move this thread to another arena for good if nothing can be mapped
             mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
         except OSError:
             return
-        end = libc.sbrk(0)
         try:
             libc.mallopt(_M_MMAP_THRESHOLD, 1 << 20)  # or the heap would grow by a missing block
             while size >= 1 << 20:
@@ -128,14 +118,10 @@ class Tuning:
 
 
 def count(numel: int) -> None:
-    """Count activation elements that are computed outside of kernels, as when layers are recomputed."""
+    """Count elements that are packed, decoded or recomputed; check the process every `Tuning.next_look` of them."""
     Tuning.passed += numel
-    if Tuning.passed >= Tuning.next_look:
-        look()
-
-
-def look() -> None:
-    """Check the process; called after kernels packed or decoded `Tuning.next_look` elements."""
+    if Tuning.passed < Tuning.next_look:
+        return
     Tuning.passed = 0
     if Tuning.heap is not None and Tuning.is_on:
         try:
@@ -145,31 +131,20 @@ def look() -> None:
 
 
 @functools.cache
-def tune_heap() -> bool:
-    """Set both thresholds, once per process; return whether they are set."""
-    libc = None if is_left_alone(os.environ) else _glibc()
-    if libc is None or libc.mallopt(_M_MMAP_THRESHOLD, SMALLEST_MAPPED) != 1:
-        return False
-    libc.mallopt(_M_TRIM_THRESHOLD, MOST_KEPT)
+def tune_heap() -> None:
+    """Set both thresholds, once per process, if PyTorch allocates by glibc's `posix_memalign`."""
+    if is_left_alone(os.environ) or platform.libc_ver()[0] != "glibc":
+        return
     with contextlib.suppress(AttributeError, OSError, TypeError):  # glibc before 2.33, no /proc, no heap
-        Tuning.heap = Heap(libc)
-    _log.info("glibc's heap is tuned (brevact.set_heap_tuning); mimalloc takes less: python -m brevact doctor")
-    return True
+        libc = ctypes.CDLL("libc.so.6")
+        own = {ctypes.cast(each.posix_memalign, ctypes.c_void_p).value for each in (ctypes.CDLL(None), libc)}
+        if len(own) == 1 and libc.mallopt(_M_MMAP_THRESHOLD, SMALLEST_MAPPED) == 1:
+            libc.mallopt(_M_TRIM_THRESHOLD, MOST_KEPT)
+            _log.info("glibc's heap is tuned (brevact.set_heap_tuning); mimalloc takes less: python -m brevact doctor")
+            Tuning.heap = Heap(libc)
 
 
 def is_left_alone(environment: Mapping[str, str]) -> bool:
     """Whether the environment configures glibc's heap itself."""
-    of_tunables = "glibc.malloc" in environment.get("GLIBC_TUNABLES", "")
-    return of_tunables or any(f"MALLOC_{name}" in environment for name in _SETTINGS)
-
-
-def _glibc() -> ctypes.CDLL | None:
-    """Return glibc if the process's `posix_memalign`, by which PyTorch allocates, is glibc's."""
-    if platform.libc_ver()[0] != "glibc":
-        return None
-    try:
-        process, libc = ctypes.CDLL(None), ctypes.CDLL("libc.so.6")
-        first, second = (ctypes.cast(each.posix_memalign, ctypes.c_void_p).value for each in (process, libc))
-        return libc if first == second else None
-    except (AttributeError, OSError):
-        return None
+    names = {f"MALLOC_{name}_" for name in ("TRIM_THRESHOLD", "TOP_PAD", "MMAP_THRESHOLD", "MMAP_MAX", "PERTURB")}
+    return "glibc.malloc" in environment.get("GLIBC_TUNABLES", "") or not names.isdisjoint(environment)

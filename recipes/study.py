@@ -6,25 +6,26 @@
 `fit:bytes=NAME` is the policy that `brevact.fit` finds at the bytes of the policy NAME, and is compared with that, too.
 
 The runs of a pair start from the same weights, see the same batches and differ in their saved tensors. Runs in the CSV
-are not trained again. Differences are means over pairs, with the ends of their 95 % intervals (Student's t).
+are not trained again. Rows carry commit, device and versions; those without a device, the commit that added them.
+Differences are means over pairs, with the ends of their 95 % intervals (Student's t).
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import datetime
 import itertools
 import math
 import statistics
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from scipy.stats import t as student
 
+from benchmarks.records import environment
 from recipes import efficientnetv2, qat
 from recipes.files import read_rows
 from recipes.policies import variant_of
@@ -39,7 +40,7 @@ RECIPES = {"efficientnetv2": efficientnetv2.RECIPE, "qat": qat.RECIPE}
 KIND = ("dataset", "recipe", "epochs", "train_size", "settings")
 COLUMNS = (
     *(*KIND, "policy", "seed", "train_loss", "test_loss", "test_accuracy", "saved_bytes", "plain_bytes"),
-    *("seconds", "torch", "date"),
+    *("seconds", *environment()),
 )
 #: From this many epochs on 10,000 images, a study counts as long.
 _LONG = 10
@@ -151,12 +152,12 @@ def variant_in(rows: Iterable[Mapping[str, str]], kind: Sequence[str], policy: s
 
 def train(recipe_name: str, policy: str, variant: str, seed: int, options: argparse.Namespace) -> Row:
     """Train one run and return its row; without dropout, which would draw from the quantizers' generator."""
-    start, recipe = datetime.datetime.now(), RECIPES[recipe_name]
+    start, recipe, device = time.monotonic(), RECIPES[recipe_name], torch_device("auto")
     settings = recipe.settings(
         **{name: getattr(options, name) for name in ("dataset", "data_dir", "epochs", "train_size", "test_size")},
         **{"batch_size": 64, "dropout": 0.0, "label_smoothing": 0.0, "compile": options.compile},
     )
-    run = Run(recipe, settings, variant, seed, torch_device("auto"))
+    run = Run(recipe, settings, variant, seed, device)
     for epoch in range(1, settings.epochs + 1):
         loss = run.task.train_epoch(epoch, lambda: None)
     test_loss, accuracy = run.task.scores()
@@ -166,8 +167,8 @@ def train(recipe_name: str, policy: str, variant: str, seed: int, options: argpa
         **{"policy": policy, "seed": str(seed)},
         **{"train_loss": f"{loss:.5f}", "test_loss": f"{test_loss:.5f}", "test_accuracy": f"{accuracy:.5f}"},
         **{"saved_bytes": f"{run.kept_mib * 2**20:.0f}", "plain_bytes": f"{run.plain_mib * 2**20:.0f}"},
-        "seconds": f"{(datetime.datetime.now() - start).total_seconds():.0f}",
-        **{"torch": torch.__version__, "date": start.strftime("%Y-%m-%d")},
+        **{"seconds": f"{time.monotonic() - start:.0f}"},
+        **{name: str(value) for name, value in environment(device.type).items()},
     }
 
 

@@ -14,10 +14,9 @@ from torch import nn
 
 import brevact
 from brevact import heap
-from brevact.heap import LARGE_PAGES
 from tests.forks import forks
 
-OURS = ("GLIBC_TUNABLES", "LD_PRELOAD", LARGE_PAGES)
+OURS = ("GLIBC_TUNABLES", "LD_PRELOAD", "THP_MEM_ALLOC_ENABLE")
 glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 #: Prints whether 9 MiB lie on the heap, and 33 and 20 once an activation is packed; glibc by itself learns of the 9.
 CODE = """

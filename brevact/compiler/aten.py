@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import enum
 import math
-import operator
 from typing import Any
 
 import torch
+from torch import fx
 
+from brevact.compiler.nodes import behind, call_of, closure, packet_of, shape_of, value_of
 from brevact.private_names.of_compiler import low_memory_max_pool, to_copy
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -31,88 +32,71 @@ class Use(enum.IntEnum):
     EXACT = 5
 
 
-def packet_of(node: Any) -> Any:
-    """The op of a node without its overload; None for a node that calls none."""
-    return getattr(getattr(node, "target", None), "overloadpacket", None)
-
-
-def _packets(namespace: Any, names: str) -> list[Any]:
-    return [getattr(namespace, name) for name in names.split() if hasattr(namespace, name)]
+def _packets(namespace: Any, names: str) -> frozenset[Any]:
+    return frozenset(getattr(namespace, name) for name in names.split() if hasattr(namespace, name))
 
 
 #: Views, and copies in another memory order.
-MOVES = frozenset(
-    _packets(
-        aten,
-        "view _unsafe_view reshape permute transpose t squeeze unsqueeze alias detach clone slice select split "
-        "split_with_sizes unbind",
-    )
+MOVES = _packets(
+    aten,
+    "view _unsafe_view reshape permute transpose t squeeze unsqueeze alias detach clone slice select split "
+    "split_with_sizes unbind",
 )
 #: The same values again.
-SAME = frozenset(_packets(aten, "clone alias detach"))
+SAME = _packets(aten, "clone alias detach")
 CASTS = frozenset((to_copy, prims.convert_element_type, aten.clone))
 #: Sums, moves and casts: linear in all arguments together.
 ADDITIVE = (
     MOVES
     | CASTS
-    | frozenset(
-        _packets(
-            aten,
-            "expand cat stack copy flip roll repeat diagonal diag_embed unfold block_diag fill "
-            "view_as_real view_as_complex _conj _conj_physical _neg_view real imag complex "
-            "neg add sub rsub sum mean cumsum tril triu _fft_r2c _fft_c2r _fft_c2c "
-            "constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d replication_pad2d replication_pad3d "
-            "avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d "
-            "upsample_nearest2d upsample_nearest3d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d "
-            "index gather index_select embedding _unsafe_index _unsafe_masked_index where masked_fill masked_scatter "
-            "slice_scatter select_scatter diagonal_scatter scatter scatter_add index_add index_put _unsafe_index_put "
-            "_unsafe_masked_index_put_accumulate",
-        )
+    | _packets(
+        aten,
+        "expand cat stack copy flip roll repeat diagonal diag_embed unfold block_diag fill "
+        "view_as_real view_as_complex _conj _conj_physical _neg_view real imag complex "
+        "neg add sub rsub sum mean cumsum tril triu _fft_r2c _fft_c2r _fft_c2c "
+        "constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d replication_pad2d replication_pad3d "
+        "avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d "
+        "upsample_nearest2d upsample_nearest3d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d "
+        "index gather index_select embedding _unsafe_index _unsafe_masked_index where masked_fill masked_scatter "
+        "slice_scatter select_scatter diagonal_scatter scatter scatter_add index_add index_put _unsafe_index_put "
+        "_unsafe_masked_index_put_accumulate",
     )
-    | frozenset(
-        _packets(
-            prims,
-            "broadcast_in_dim view_of split_dim collapse_view rev device_put inductor_force_stride_order "
-            "_low_memory_max_pool_offsets_to_indices",
-        )
+    | _packets(
+        prims,
+        "broadcast_in_dim view_of split_dim collapse_view rev device_put inductor_force_stride_order "
+        "_low_memory_max_pool_offsets_to_indices",
     )
 )
 #: Products of matrices: a function of them is one of many rounded values.
-MATRIX_PRODUCTS = frozenset(
-    _packets(aten, "mm bmm addmm baddbmm addbmm mv addmv convolution _grouped_mm linear matmul")
-)
+MATRIX_PRODUCTS = _packets(aten, "mm bmm addmm baddbmm addbmm mv addmv convolution _grouped_mm linear matmul")
 #: Products: linear in each argument, quadratic in a tensor that several arguments depend on.
 PRODUCTS = (
     MATRIX_PRODUCTS
-    | frozenset(_packets(aten, "mul addcmul dot vdot addr linalg_cross _trilinear convolution_backward lerp"))
-    | frozenset(_packets(prims, "fma"))
+    | _packets(aten, "mul addcmul dot vdot addr linalg_cross _trilinear convolution_backward lerp")
+    | _packets(prims, "fma")
 )
 #: Sums over elements.
-SUMS = frozenset(_packets(aten, "sum mean"))
+SUMS = _packets(aten, "sum mean")
 #: Smooth functions of all arguments, without a steep place.
-SMOOTH = frozenset(_packets(aten, "sigmoid tanh erf erfc atan asinh var var_mean"))
+SMOOTH = _packets(aten, "sigmoid tanh erf erfc atan asinh var var_mean")
 #: Smooth functions whose slopes follow from their results, which have a bound.
 SATURATING = frozenset((aten.tanh, aten.sigmoid))
 #: Ops between a layer's output and functions of it.
 AFFINE = MOVES | CASTS | frozenset((aten.add, aten.sub, aten.mul, aten.div, aten.neg))
 #: Ops whose results have the values of no argument.
-SIZES = frozenset(
-    _packets(
-        aten,
-        "full_like zeros_like ones_like empty_like new_zeros new_ones new_full new_empty new_empty_strided rand_like "
-        "randn_like sym_size sym_stride sym_numel sym_storage_offset",
-    )
+SIZES = _packets(
+    aten,
+    "full_like zeros_like ones_like empty_like new_zeros new_ones new_full new_empty new_empty_strided rand_like "
+    "randn_like sym_size sym_stride sym_numel sym_storage_offset",
 )
 #: Ops that read the sizes of their second argument.
-OF_SIZES = frozenset(
-    _packets(
-        aten,
-        "avg_pool2d_backward avg_pool3d_backward _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward "
-        "max_pool2d_with_indices_backward max_pool3d_with_indices_backward adaptive_max_pool2d_backward "
-        "adaptive_max_pool3d_backward fractional_max_pool2d_backward fractional_max_pool3d_backward "
-        "replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward reflection_pad1d_backward "
-        "reflection_pad2d_backward reflection_pad3d_backward",
-    )
+OF_SIZES = _packets(
+    aten,
+    "avg_pool2d_backward avg_pool3d_backward _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward "
+    "max_pool2d_with_indices_backward max_pool3d_with_indices_backward adaptive_max_pool2d_backward "
+    "adaptive_max_pool3d_backward fractional_max_pool2d_backward fractional_max_pool3d_backward "
+    "replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward reflection_pad1d_backward "
+    "reflection_pad2d_backward reflection_pad3d_backward",
 )
 L, S, Q, E = Use.LINEAR, Use.SMOOTH, Use.SCORES, Use.EXACT
 #: Uses by place, of ops whose arguments differ; others are exact.
@@ -150,7 +134,7 @@ OUTPUT = {
 #: Places of query and key in calls of attention and of its backward pass.
 KEYS = {**dict.fromkeys(_DROPOUT, (0, 1)), **dict.fromkeys(OUTPUT, (1, 2))}
 #: Functions of 1 + exp(x) that are smooth in x.
-OF_ONE_PLUS_EXP = frozenset(_packets(aten, "log reciprocal rsqrt div"))
+OF_ONE_PLUS_EXP = _packets(aten, "log reciprocal rsqrt div")
 
 
 def powers_are_smooth(exponent: Any) -> bool:
@@ -199,14 +183,12 @@ def cost_of(node: Any) -> int:
     return cost if isinstance(cost, int) else 0
 
 
-_CHEAP = frozenset(
-    _packets(
-        aten,
-        "neg add sub rsub mul sigmoid tanh erf where masked_fill relu clamp_min clamp_max silu gelu addcmul bitwise_or "
-        "bitwise_and logical_or logical_and logical_not clone view _unsafe_view permute expand squeeze unsqueeze "
-        "reshape alias slice cat embedding index index_select gather exp log1p",
-    )
-) | frozenset(_packets(prims, "convert_element_type"))
+_CHEAP = _packets(
+    aten,
+    "neg add sub rsub mul sigmoid tanh erf where masked_fill relu clamp_min clamp_max silu gelu addcmul bitwise_or "
+    "bitwise_and logical_or logical_and logical_not clone view _unsafe_view permute expand squeeze unsqueeze "
+    "reshape alias slice cat embedding index index_select gather exp log1p",
+) | _packets(prims, "convert_element_type")
 
 
 def scaled(node: Any) -> tuple[Any, float]:
@@ -246,15 +228,11 @@ def classes_of(node: Any) -> int | None:
     dim = dim_of_softmax(node)
     if dim is not None:
         return dim if isinstance(node.meta["val"].shape[dim], int) else None
-    while packet_of(node) in CASTS | SAME:
-        node = node.args[0]
-    x: Any = node.args[0] if packet_of(node) is aten.exp else None
-    while packet_of(x) in CASTS | SAME:
-        x = x.args[0]
-    total: Any = x.args[1] if packet_of(x) is aten.sub else None
-    shapes = [getattr(getattr(each, "meta", {}).get("val"), "shape", ()) for each in (x, total)]
-    while packet_of(total) in MOVES | CASTS | {aten.add}:
-        total = total.args[0]
+    node = behind(node, CASTS | SAME)
+    x: Any = behind(node.args[0], CASTS | SAME) if packet_of(node) is aten.exp else None
+    total = x.args[1] if packet_of(x) is aten.sub else None
+    shapes = [shape_of(x), shape_of(total)]
+    total = behind(total, MOVES | CASTS | {aten.add})
     found = [dim for dim, (many, one) in enumerate(zip(*shapes, strict=False)) if many != 1 and one == 1]
     is_one = packet_of(total) is aten.log and len(shapes[0]) == len(shapes[1]) and len(found) == 1
     return found[0] if is_one and isinstance(shapes[0][found[0]], int) else None
@@ -267,7 +245,7 @@ def is_of_attention(node: Any) -> bool:
 
 def is_attention(node: Any) -> bool:
     """Whether a node is torch's fused attention, which draws no dropout, or one of its results."""
-    node = node.args[0] if node.target is operator.getitem else node
+    node = call_of(node)
     place = _DROPOUT.get(packet_of(node))
     if place is None:
         return False
@@ -281,9 +259,8 @@ def is_score(node: Any) -> bool:
     """
     if is_of_attention(node):
         return packet_of(node) in (aten.amax, aten.sum)
-    found = [node] if packet_of(node) is aten.bmm else []
-    for each in found:  # which grows
-        found += [user for user in each.users if packet_of(user) in AFFINE and user not in found]
+    products = [node] if packet_of(node) is aten.bmm else []
+    found = closure(products, lambda each: (user for user in each.users if packet_of(user) in AFFINE))
     return any(packet_of(user) is aten.amax and is_of_attention(user) for each in found for user in each.users)
 
 
@@ -294,9 +271,12 @@ def is_at_least_one(node: Any) -> bool:
     term, least = node.args[:2]
     if not isinstance(least, int | float) or least < 1:
         return False
-    packet = packet_of(term)
-    is_square = (packet is aten.pow and term.args[1] == 2) or (packet is aten.mul and term.args[0] is term.args[1])
-    return is_square or packet in (aten.exp, aten.abs)
+    return is_square(term) or packet_of(term) in (aten.exp, aten.abs)
+
+
+def is_square(node: Any) -> bool:
+    packet = packet_of(node)
+    return bool((packet is aten.pow and node.args[1] == 2) or (packet is aten.mul and node.args[0] is node.args[1]))
 
 
 def is_steep(node: Any) -> bool:
@@ -306,22 +286,19 @@ def is_steep(node: Any) -> bool:
     """
     if packet_of(node) in (aten.div, aten.reciprocal):
         below = node.args[-1]
-        shapes = [getattr(getattr(each, "meta", {}).get("val"), "shape", None) for each in (node, below)]
-        is_same = shapes[0] is not None and shapes[0] == shapes[1]
+        is_same = value_of(below) is not None and shape_of(node) == shape_of(below)
         return is_same and packet_of(below) is not aten.expand and not is_at_least_one(below)
     if packet_of(node) not in (aten.exp, aten.expm1):
         return False
-    x = node.args[0]
-    while packet_of(x) in MOVES | CASTS:
-        x = x.args[0]
+    x = behind(node.args[0], MOVES | CASTS)
     packet = packet_of(x)
-    is_below_maximum = packet is aten.sub and isinstance(getattr(x.args[1], "meta", {}).get("val"), torch.Tensor)
+    is_below_maximum = packet is aten.sub and value_of(x.args[1]) is not None
     return not is_below_maximum and packet not in (aten.neg, aten.clamp_max, aten.where)
 
 
 def is_decomposition(node: Any) -> bool:
     """Whether a node is a factor of a matrix: solving by rounded factors is another problem."""
-    return "linalg" in str(packet_of(node.args[0] if node.target is operator.getitem else node))
+    return "linalg" in str(packet_of(call_of(node)))
 
 
 def is_cheap(node: Any) -> bool:
@@ -330,3 +307,10 @@ def is_cheap(node: Any) -> bool:
     if packet is aten.div:
         return isinstance(node.args[1], int | float) or is_at_least_one(node.args[1])
     return packet in _CHEAP or (packet is aten.rsqrt and is_at_least_one(node.args[0]))
+
+
+def root_of(node: Any) -> fx.Node:
+    """The tensor that a node is a view of, or a part, or a copy in another memory order."""
+    while packet_of(call_of(node)) in MOVES:
+        node = call_of(node).args[0]
+    return node

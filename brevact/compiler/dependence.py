@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from brevact.compiler import aten as table
 from brevact.compiler.aten import Use
+from brevact.compiler.nodes import packet_of
 
 #: Elements of a sum from which a product of it and one of its terms is nearly linear in that term.
 _MANY = 64
@@ -191,7 +192,7 @@ class Dependence:
 
 
 def _sums_many(node: fx.Node, arg: fx.Node) -> bool:
-    if table.packet_of(node) not in table.SUMS:
+    if packet_of(node) not in table.SUMS:
         return False
     many, few = (each.meta["val"].numel() for each in (arg, node))
     return isinstance(many, int) and isinstance(few, int) and many >= _MANY * few
@@ -228,12 +229,7 @@ def _is_float(node: fx.Node) -> bool:
 
 def _is_negative_square(node: Any) -> bool:
     """Whether the argument of an exponential is a negative multiple of a square."""
-    if not isinstance(node, fx.Node) or table.packet_of(node) is not table.aten.mul:
+    if packet_of(node) is not table.aten.mul:
         return False
     inner, factor = node.args[:2]
-    if not isinstance(factor, float | int) or factor >= 0 or not isinstance(inner, fx.Node):
-        return False
-    packet = table.packet_of(inner)
-    if packet is table.aten.pow:
-        return bool(inner.args[1] == 2)
-    return packet is table.aten.mul and inner.args[0] is inner.args[1]
+    return isinstance(factor, float | int) and factor < 0 and table.is_square(inner)

@@ -13,30 +13,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils.checkpoint import CheckpointPolicy
 
 from brevact.autograd.region.rows import row_of
 from brevact.autograd.region.seeds import seed_of_size
 from brevact.autograd.region.settings import BackwardSettings, bits_of
 from brevact.compiler import FULL_PRECISION, MARK
-from brevact.compiler.budget import Plan, Recomputation
-from brevact.compiler.partition import (
-    WIDTHS,
-    Packing,
-    Row,
-    SettingsOf,
-    Sizes,
-    is_random,
-    nbytes_of,
-    recomputed_layers,
-    with_bits,
-)
+from brevact.compiler.bits import WIDTHS, with_bits
+from brevact.compiler.joint_graph import JointGraph, Signature
+from brevact.compiler.nodes import nbytes_of
+from brevact.compiler.packing import Row, pack
+from brevact.compiler.recomputation import Plan, Recomputation, recomputing
+from brevact.compiler.saved_values import choose_saved_values
 from brevact.private_names.of_compiler import (
     CustomPartitionerFn,
     autograd_function_apply,
     backends,
     compile_fx,
-    functorch_config,
     get_hash_for_files,
     inductor_config,
     lookup_backend,
@@ -66,6 +58,16 @@ class _Current(threading.local):
 _current = _Current()
 
 
+@contextmanager
+def _with(**values: Any) -> Iterator[None]:
+    before = {name: getattr(_current, name) for name in values}
+    vars(_current).update(values)
+    try:
+        yield
+    finally:
+        vars(_current).update(before)
+
+
 @dataclasses.dataclass(unsafe_hash=True)  # equal ones for Dynamo, which compiles blocks again whose options differ
 class Partitioner(CustomPartitionerFn):
     """PyTorch's partitioner by minimum cut, whose saved tensors are packed."""
@@ -78,7 +80,6 @@ class Partitioner(CustomPartitionerFn):
         return get_hash_for_files(_FILES, " ".join(key))
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
-        before, _current.partitioner = _current.partitioner, self
         primals = [node for node in gm.graph.nodes if node.op == "placeholder" and node.name.startswith("primals")]
         known = _current.inputs if len(_current.inputs) == len(primals) else ()  # not of subclasses, which have parts
         static = {*(options.get("static_lifetime_input_indices") or ())}
@@ -86,11 +87,9 @@ class Partitioner(CustomPartitionerFn):
         activations = frozenset(place for place, each in enumerate(known) if each.is_activation)
         is_inductor = options.get("compiler") == "inductor"
         layout = is_inductor, is_inductor and compile_fx.GraphLowering.decide_layout_opt(gm, is_inference=False)
-        self.sizes = Sizes(options["num_fwd_outputs"], frozenset(static), activations - static, *layout)
-        try:
+        self.signature = Signature(options["num_fwd_outputs"], frozenset(static), activations - static, *layout)
+        with _with(partitioner=self):
             return partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **options)
-        finally:
-            _current.partitioner = before
 
 
 @contextmanager
@@ -116,16 +115,12 @@ def packing(graph: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[list[Row]]
     if not texts:
         yield rows
         return
-    before = _current.texts, _current.rows, _current.inputs
     known = [
         _Input(isinstance(x, nn.Parameter), isinstance(x, Tensor) and x.requires_grad and not x.is_leaf) for x in inputs
     ]
-    _current.texts, _current.rows, _current.inputs = frozenset(texts), rows, known
-    try:
-        with inductor_config.patch(custom_partitioner_fn=Partitioner()):
-            yield rows
-    finally:
-        _current.texts, _current.rows, _current.inputs = before
+    of_graph = _with(texts=frozenset(texts), rows=rows, inputs=known)
+    with of_graph, inductor_config.patch(custom_partitioner_fn=Partitioner()):
+        yield rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,11 +129,8 @@ class _WithinBudget:
     budget: tuple[str, float]
 
     def __call__(self, graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
-        before, _current.budget = _current.budget, self.budget
-        try:
+        with _with(budget=self.budget):
             return self.compiler(graph, inputs, **options)
-        finally:
-            _current.budget = before
 
 
 def with_budget(backend: Any, budget: tuple[str, float]) -> Callable[..., Any]:
@@ -248,38 +240,17 @@ def _choose_packed(joint_graph: fx.Graph, node_info: Any, memory_budget: float =
         plain = sum(nbytes_of(node) for node in _choose(joint_graph, node_info, 1.0) if node.op != "placeholder")
         kind, size = "bytes", plain / size
     marks = _Marks(joint_graph, WIDTHS[0] if kind == "bytes" else 0)
-    with _recomputing(joint_graph, marks.settings_of):
-        saved, widths = _saved(kind, size, joint_graph, node_info, partitioner.sizes, marks)
-    saved, rows = Packing(joint_graph, saved, partitioner.sizes, marks.settings_of, widths).pack()
+    with recomputing(joint_graph, marks.settings_of, is_exact=_is_exact()):
+        saved, widths = _saved(kind, size, joint_graph, node_info, partitioner.signature, marks)
+    joint = JointGraph(joint_graph, saved, partitioner.signature, marks.settings_of, widths)
+    saved, rows = pack(choose_saved_values(joint))
     if _current.rows is not None:
         _current.rows += rows
     return saved
 
 
-@contextmanager
-def _recomputing(graph: fx.Graph, settings_of: SettingsOf) -> Iterator[None]:
-    """Let PyTorch compute again what settings name, and what its kernels would read once, unless all are exact.
-
-    Random numbers are not drawn again; PyTorch's own list of random ops lacks some.
-    """
-    random = (node for node in graph.nodes if is_random(node) and "recompute" not in node.meta)  # not of checkpoints
-    marked = dict.fromkeys(random, CheckpointPolicy.MUST_SAVE)
-    marked |= dict.fromkeys(recomputed_layers(graph, settings_of), CheckpointPolicy.PREFER_RECOMPUTE)
-    before = {node: node.meta.get("recompute") for node in marked}
-    for node, policy in marked.items():
-        node.meta["recompute"] = policy
-    try:
-        with functorch_config.patch({} if _is_exact() else {"ban_recompute_materialized_backward": False}):
-            yield
-    finally:
-        for node, policy in before.items():
-            node.meta["recompute"] = policy
-            if policy is None:
-                del node.meta["recompute"]
-
-
 def _saved(
-    kind: str, size: float, graph: fx.Graph, node_info: Any, sizes: Sizes, marks: _Marks
+    kind: str, size: float, graph: fx.Graph, node_info: Any, signature: Signature, marks: _Marks
 ) -> tuple[list[fx.Node], dict[str, int]]:
     """Nodes to save within a part or bytes, and bit widths by name within bytes."""
     if kind == "part" and (_is_exact() or size == 1):
@@ -289,7 +260,8 @@ def _saved(
         new, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         new.output(new.graph_copy(graph, copies))
         of_copy = _Marks(new, marks.least_bits)
-        return Packing(new, [copies[node] for node in saved], sizes, of_copy.settings_of), copies
+        joint = JointGraph(new, [copies[node] for node in saved], signature, of_copy.settings_of)
+        return choose_saved_values(joint), copies
 
     found = Recomputation(graph, node_info, plan)
     if kind == "part":

@@ -6,11 +6,10 @@ import operator
 from collections.abc import Container
 from typing import Any
 
-import torch
 from torch import fx
 
 from brevact.compiler import aten as table
-from brevact.compiler.aten import packet_of
+from brevact.compiler.nodes import is_mask, numel_of, packet_of, readers_of, value_of
 
 _LEAST_NUMEL = 4096
 _MOST_STEPS = 24
@@ -23,17 +22,17 @@ class Integers:
         self._widths: dict[fx.Node, int] = {}
         for node in graph.nodes:
             if (places := _places(node)) is not None:
-                self.know(node, (0, places - 1))
+                self.know(node, places - 1)
             elif packet_of(node) in table.MOVES and (width := self._widths.get(node.args[0])) is not None:
                 self._widths[node] = width
 
-    def know(self, node: fx.Node, found: tuple[int, int]) -> None:
-        """Note the range of a tensor's integers, from 0 on."""
-        self._widths[node] = max(1, found[1].bit_length())
+    def know(self, node: fx.Node, most: int) -> None:
+        """Note the largest of a tensor's integers, none of which is negative."""
+        self._widths[node] = max(1, most.bit_length())
 
     def width_of(self, node: fx.Node) -> int | None:
         """Bits of a place, None if the tensor has no range, or is small, or has no more bits than its range."""
-        value, width = node.meta.get("val"), self._widths.get(node)
+        value, width = value_of(node), self._widths.get(node)
         if width is None or value is None or numel_of(node) < _LEAST_NUMEL:
             return None
         return width if width < 8 * value.itemsize else None
@@ -49,26 +48,17 @@ def ends_of(node: fx.Node, read: set[fx.Node], gradients: Container[fx.Node], in
             seen.add(user)
             if user.op == "output" or user in gradients or len(seen) > _MOST_STEPS or packet_of(user) is None:
                 return []
-            if integers.width_of(user) is not None or (_is_mask(user) and not _is_united(user, read)):
+            if integers.width_of(user) is not None or (is_mask(user) and not _is_united(user, read)):
                 found.append(user)
             else:
                 waiting.append(user)
     return found
 
 
-def _is_mask(node: fx.Node) -> bool:
-    return getattr(node.meta.get("val"), "dtype", None) is torch.bool
-
-
 def _is_united(mask: fx.Node, read: set[fx.Node]) -> bool:
     """Whether backward reads a mask in other masks alone."""
-    users = [user for user in mask.users if user in read]
-    return bool(users) and all(map(_is_mask, users))
-
-
-def numel_of(node: fx.Node) -> int:
-    size = node.meta["val"].numel()
-    return size if isinstance(size, int) else int(size.node.hint)
+    users = readers_of(mask, read)
+    return bool(users) and all(map(is_mask, users))
 
 
 def _places(node: fx.Node) -> int | None:

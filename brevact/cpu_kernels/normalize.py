@@ -99,8 +99,7 @@ def shrink_elements(y, count):
         v = load(y, e)
         near = limited(v, np.float32(FAR))
         part = abs(near) - np.float32(STRETCH - BEND)
-        root = np.sqrt(part * part + np.float32(4 * STRETCH * BEND))
-        divisor = abs(near) + root + np.float32(STRETCH + BEND)
+        divisor = abs(near) + np.sqrt(part * part + np.float32(4 * STRETCH * BEND)) + np.float32(STRETCH + BEND)
         store(y, e, v - near / divisor * np.float32(2 * STRETCH))
 
 

@@ -325,10 +325,9 @@ def decoded(q, m, s, top, limit):
 @inlined
 def all_levels(m, s, limit, count, levels, table):
     """Write the values of the codes of a group, of `count` at least."""
-    bit_width = load(table, BIT_WIDTH)
-    top = np.float32((np.int64(1) << bit_width) - 1)
+    top = np.float32((np.int64(1) << load(table, BIT_WIDTH)) - 1)
     if load(table, UNEVEN) != 0 and is_flagged(s):
-        uneven_levels(m, s, bit_width, limit, levels)
+        uneven_levels(m, s, load(table, BIT_WIDTH), limit, levels)
     else:
         for q in range(count):
             store(levels, q, decoded(np.float32(np.int32(q)), m, s, top, limit))
@@ -341,8 +340,7 @@ def _decode_group(q, count, m, s, limit, levels, table, values):
     """Values of the codes of one group; the levels have room for those of an uneven one."""
     bit_width = load(table, BIT_WIDTH)
     top = np.float32((np.int64(1) << bit_width) - 1)
-    stretched = load(table, STRETCHED) != 0
-    if stretched or (load(table, UNEVEN) != 0 and is_flagged(s)):
+    if load(table, STRETCHED) != 0 or (load(table, UNEVEN) != 0 and is_flagged(s)):
         all_levels(m, s, limit, np.int64(1) << bit_width, levels, table)
         look_up_row(q, count, bit_width, levels, values)
     elif not is_flagged(s) and abs(m) + s * top < np.float32(0.5) * limit:  # no value comes near the limit

@@ -31,6 +31,7 @@ from brevact.quantizers import (
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import DTYPES, check_int
 from brevact.quantizers.formats.sign_magnitude import SignMagnitudeLevels
+from brevact.quantizers.traits import is_quantizer, traits_of
 
 _ALIGNMENT = 16
 
@@ -85,7 +86,8 @@ def is_unbiased(quantizer: ActivationQuantizer) -> bool:
     """Return whether a quantizer is lossless or rounds at random between levels that span a bucket."""
     if isinstance(quantizer, MixingQuantizer):
         return is_unbiased(quantizer.low) and is_unbiased(quantizer.high)
-    if any(getattr(quantizer, name, False) for name in ("is_exact", "is_lossless", "keeps_elements")):
+    traits = traits_of(quantizer)
+    if traits.is_exact or traits.is_lossless or traits.keeps_elements:
         return True
     return isinstance(quantizer, _UNBIASED) and quantizer.is_stochastic
 
@@ -149,7 +151,7 @@ class QuantizedHook:
     """
 
     def __init__(self, quantizer: ActivationQuantizer, *, min_numel: int = 4096, seed: int = 0) -> None:
-        if isinstance(quantizer, type) or not callable(getattr(quantizer, "quantize", None)):
+        if not is_quantizer(quantizer):
             raise TypeError(
                 f"quantizer: got {brief(quantizer)}; accepted is an activation quantizer, such as what "
                 "brevact.quantizer(StochBackward4bit) returns"

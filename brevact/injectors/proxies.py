@@ -38,10 +38,10 @@ class BackwardQuantProxy(nn.Module):
     def add_tracked_module(self, layer: nn.Module) -> None:
         """Let a layer's whole forward run in a region with these settings, unless another slot holds others."""
         for name, child in layer.named_children():
-            other = child if isinstance(child, BackwardQuantProxy) else getattr(child, "backward_quant", None)
-            if isinstance(other, BackwardQuantProxy) and other.settings != self.settings:
+            other = settings_of_slot(child)
+            if other is not None and other != self.settings:
                 raise ValueError(
-                    f"{name} of this {type(layer).__name__} already holds a backward quantizer ({other.extra_repr()}) "
+                    f"{name} of this {type(layer).__name__} already holds a backward quantizer ({described(other)}) "
                     f"and a second slot brings another one ({self.extra_repr()}); a layer stores its activations "
                     "one way: keep one of the two"
                 )
@@ -52,6 +52,12 @@ class BackwardQuantProxy(nn.Module):
 
     def extra_repr(self) -> str:
         return described(self.settings)
+
+
+def settings_of_slot(module: nn.Module) -> BackwardSettings | None:
+    """Return the settings of a `BackwardQuantProxy`, or of a Brevitas proxy that carries one; None for others."""
+    proxy = module if isinstance(module, BackwardQuantProxy) else module._modules.get("backward_quant")
+    return proxy.settings if isinstance(proxy, BackwardQuantProxy) else None
 
 
 def described(settings: BackwardSettings, *, brief: bool = False) -> str:

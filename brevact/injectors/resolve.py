@@ -15,8 +15,10 @@ import brevact.private_names.of_brevitas as bv
 from brevact.autograd import BackwardSettings
 from brevact.injectors.class_protocol import ExtendedInjector, Fragment, InjectorClass, is_injector, written_value
 from brevact.injectors.injector_type import FORWARD_PREFIX, BackwardInjectorType, derived, unknown_setting
+from brevact.injectors.proxies import settings_of_slot
 from brevact.quantizers import ActivationQuantizer
 from brevact.quantizers.brief import brief
+from brevact.quantizers.traits import is_quantizer
 
 
 def is_act_quantizer(source: Any) -> bool:
@@ -120,12 +122,11 @@ def _refuse_forward_quant(injector: BackwardInjectorType) -> None:
 def _built_settings(source: Any, argument: str) -> BackwardSettings:
     if isinstance(source, BackwardSettings):
         return source
-    if not inspect.isclass(source) and callable(getattr(source, "quantize", None)):
+    if is_quantizer(source):
         return BackwardSettings(source)
-    if isinstance(source, nn.Module):  # a proxy: BackwardQuantProxy, or a Brevitas proxy that carries one
-        settings = getattr(getattr(source, "backward_quant", source), "settings", None)
-        if isinstance(settings, BackwardSettings):
-            return settings
+    settings = settings_of_slot(source) if isinstance(source, nn.Module) else None
+    if settings is not None:
+        return settings
     raise TypeError(f"{argument}: got {_description(source)}; {_fix(source)}accepted: {ACCEPTED}")
 
 

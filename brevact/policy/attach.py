@@ -30,7 +30,7 @@ from brevact.autograd.region.module_hooks import (
 from brevact.autograd.region.settings import with_overrides
 from brevact.compiler.marks import TracingMode, skipped_by_dynamo, text_of
 from brevact.injectors import backward_settings_from
-from brevact.injectors.proxies import modules_without_own_region
+from brevact.injectors.proxies import modules_without_own_region, settings_of_slot
 from brevact.injectors.resolve import BackwardQuantizer
 from brevact.policy.presets import DEFAULT, Policy
 from brevact.policy.rules import (
@@ -47,6 +47,7 @@ from brevact.policy.text import named_policy
 from brevact.private_names.of_torch import has_compiled
 from brevact.quantizers import ActivationQuantizer
 from brevact.quantizers.brief import brief
+from brevact.quantizers.traits import is_quantizer
 from brevact.user_lines import warn
 
 
@@ -91,8 +92,7 @@ def required_attachment(model: nn.Module) -> Attachment:
 
 def is_model(module: nn.Module) -> bool:
     """Return whether a module is a model, not a quantizer module or a quantizer's slot."""
-    settings = getattr(getattr(module, "backward_quant", module), "settings", None)
-    return not (hasattr(module, "is_stochastic") or isinstance(settings, BackwardSettings))
+    return not is_quantizer(module) and settings_of_slot(module) is None
 
 
 _BLOCK = "with brevact.backward_quant(model): loss = loss_fn(model(inputs), targets)"

@@ -81,7 +81,7 @@ class IntegerCodes(Decoder):
 
     def _decode(self, tensors: Tensors) -> Tensor:
         packed, zero_point, scale, *mask = tensors
-        found = None if mask else _plan_of(self, scale.shape, zero_point.shape, scale.dtype, zero_point.dtype)
+        found = None if mask else _plan_of_scales(self, scale.shape, zero_point.shape, scale.dtype, zero_point.dtype)
         if found is None:
             return self.integers(tensors) * scale
         out = self.layout.empty(packed.device)
@@ -92,7 +92,7 @@ class IntegerCodes(Decoder):
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan_of(
+def _plan_of_scales(
     codes: IntegerCodes,
     of_scale: torch.Size,
     of_zero_point: torch.Size,
@@ -239,7 +239,7 @@ def load_ends(token: Tensor) -> Tensor:
 def share_codes(tensors: Tensors) -> None:
     """For each codes tensor that an op saves, let its quantizer save it in place of the first bits."""
     for x in tensors:
-        record = find_record(x)
+        record = find_record(x) if x.dtype is torch.uint8 else None
         if record is None or record.ends is None:
             continue
         (reference, outer), record.ends = record.ends, None

@@ -28,8 +28,8 @@ from brevact.quantizers.normalizing import decode_in_one_pass as decode_in_one_p
 from brevact.quantizers.normalizing import denormalize as denormalize
 from brevact.quantizers.normalizing import normalize as normalize
 from brevact.quantizers.normalizing import quantize_normalized as quantize_normalized
+from brevact.quantizers.packed import ActivationDecoder as ActivationDecoder
 from brevact.quantizers.packed import ActivationQuantizer as ActivationQuantizer
-from brevact.quantizers.packed import Decoder as Decoder
 from brevact.quantizers.packed import PackedActivation as PackedActivation
 from brevact.quantizers.packed import PackedSpec as PackedSpec
 from brevact.quantizers.packed import Part as Part

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from brevact.geometry import Place, UniformPlan
 from brevact.quantizers import kernel_ops
-from brevact.quantizers.formats.uniform import UniformQuantizer, plan_of
+from brevact.quantizers.formats.uniform import StretchedQuantizer, UniformQuantizer, plan_of
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedActivation, PackedSpec
 from brevact.quantizers.quantizer import quantize
@@ -124,8 +124,8 @@ def plan_of_decoding(spec: PackedSpec[Any], shape: tuple[int, ...], dtype: torch
 
 
 def has_uniform_codes(quantizer: Any) -> bool:
-    """Whether kernels of the uniform format decode its tensors; quantizers of one's own may lack the attribute."""
-    return getattr(quantizer, "has_uniform_codes", False)
+    """Whether the kernel ops of `plan_of` write and read its bytes; a subclass may quantize in another way."""
+    return type(quantizer) in (UniformQuantizer, StretchedQuantizer) and quantizer.bit_width != 32
 
 
 def _distinct(part: Tensor, x: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ class NormalizedPlan(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def plan_of_statistics(quantizer: UniformQuantizer, layout: Layout, shape: tuple[int, ...]) -> NormalizedPlan | None:
     """Plan for statistics of a shape that broadcasts; None for float64, gaps, no elements, orders without a place."""
-    found = place_of(layout, tuple(shape)) if layout.is_dense and layout.numel and layout.dtype in FUSED else None
+    found = find_place(layout, tuple(shape)) if layout.is_dense and layout.numel and layout.dtype in FUSED else None
     if found is None:
         return None
     spec = PackedSpec.of(quantizer, Layout.of_sizes(layout.shape, layout.stride, torch.float32))
@@ -211,7 +211,7 @@ def plan_of_channels(quantizer: Any, layout: Layout) -> NormalizedPlan | None:
 def groups_of(layout: Layout, mean: Tensor | None, scale: Tensor) -> Groups | None:
     """Statistics of the elements of a dense tensor, if their order is one that kernels know."""
     is_known = layout.is_dense and layout.numel > 0 and scale.dtype is not torch.float64
-    found = place_of(layout, tuple(scale.shape)) if is_known else None
+    found = find_place(layout, tuple(scale.shape)) if is_known else None
     if found is None:
         return None
     place, order = found
@@ -233,7 +233,7 @@ def _in_order(statistic: Tensor, layout: Layout, order: tuple[int, ...] | None) 
 
 
 @functools.lru_cache(maxsize=4096)
-def place_of(layout: Layout, shape: tuple[int, ...]) -> tuple[Place, tuple[int, ...] | None] | None:
+def find_place(layout: Layout, shape: tuple[int, ...]) -> tuple[Place, tuple[int, ...] | None] | None:
     """Place of statistics of a shape that broadcasts, and the order of their dimensions if they have to be moved.
 
     In memory order, dimensions are of groups, of elements of one, of groups, of elements, any of these missing. Other

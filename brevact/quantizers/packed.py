@@ -18,9 +18,9 @@ class ActivationQuantizer(Protocol):
 
     It is immutable and hashable, a frozen dataclass for example: equal quantizers share packed tensors, and specs
     are cached by quantizer and layout. Norms let it quantize their normalized input, unless it has a true
-    attribute `is_lossless`: then their input itself. `quantize` returns a `PackedActivation`, whose
-    `buffer` autograd keeps; `dequantize` and `dequantize_multiply` decode it by its `spec`: a `Decoder`, often the
-    quantizer itself, and the layout.
+    attribute `is_lossless`: then their input itself. `quantize` returns a `PackedActivation`, whose `buffer` autograd
+    keeps; `dequantize` and `dequantize_multiply` decode it by its `spec`: an `ActivationDecoder`, often the quantizer
+    itself, and the layout.
     """
 
     @property
@@ -31,7 +31,7 @@ class ActivationQuantizer(Protocol):
         """Quantize and pack a floating-point tensor of any shape and strides, with random bits of this seed."""
 
 
-class Decoder(Hashable, Protocol):
+class ActivationDecoder(Hashable, Protocol):
     """Interface of a quantizer to the `PackedActivation` that it made."""
 
     def parts(self, layout: Layout) -> tuple[Part, ...]:
@@ -52,7 +52,7 @@ class Part(NamedTuple):
     numel: int
 
 
-D = TypeVar("D", bound=Decoder)
+D = TypeVar("D", bound=ActivationDecoder)
 
 
 class PackedSpec(Generic[D]):
@@ -83,7 +83,7 @@ class PackedSpec(Generic[D]):
 
     @staticmethod
     @functools.lru_cache(maxsize=4096)
-    def of(quantizer: Decoder, layout: Layout) -> PackedSpec[Any]:
+    def of(quantizer: ActivationDecoder, layout: Layout) -> PackedSpec[Any]:
         """The spec with these fields; equal specs are one shared object."""
         return PackedSpec(quantizer, layout)
 
@@ -208,7 +208,7 @@ class PackedActivation:
         self.buffer = buffer
 
     @property
-    def quantizer(self) -> Decoder:
+    def quantizer(self) -> ActivationDecoder:
         return self.spec.quantizer
 
     @property

@@ -15,9 +15,10 @@ from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import ActivationQuantizer, PackedActivation, PackedSpec, Part
 from brevact.quantizers.reference import by_groups, seed_value
 from brevact.quantizers.rounding import Rounding
+from brevact.quantizers.traits import Traits
 
 
-class Quantizer(ABC):
+class Quantizer(Traits, ABC):
     """Quantizer that writes the bytes of a tensor, whose number follows from the tensor's layout.
 
     A format is a frozen dataclass with a field `rounding`, or an `is_stochastic` of its own. It says which arrays it

@@ -25,6 +25,7 @@ from brevact.reports.in_place import ModelBefore, is_compiled, uncompiled
 #: Gradients in the order of the parameters.
 Gradients = Sequence[Tensor]
 Loss = Callable[[Any, Any], Tensor]
+OnPass = Callable[[], object] | None
 
 #: Largest relative difference of two exact gradients of one batch; beyond it the loss is not a fixed function.
 MOST_DIFFERENCE = 1e-2
@@ -216,25 +217,21 @@ def plain_gradients(model: nn.Module, batch: Any, loss: Loss, seed: int) -> Grad
 
 
 def gradient_noise(
-    model: nn.Module, batches: Sequence[Any], loss: Loss, exact: ExactGradients, draws: int, *others: Any
+    model: nn.Module, batches: Sequence[Any], loss: Loss, exact: ExactGradients, draws: int, on_pass: OnPass = None
 ) -> Distortion:
-    """Return the means over batches of :func:`noise_of_batches`, of the same arguments, in the unit."""
-    noise_B, bias_B = noise_of_batches(model, batches, loss, exact, draws, *others)
+    """Return the means over batches of :func:`noise_of_batches` in the unit; each draw first calls ``on_pass``."""
+    noise_B, bias_B = noise_of_batches(model, batches, loss, exact, draws, on_pass)
     return Distortion(in_units(noise_B, exact.unit), in_units(bias_B, exact.unit))
 
 
 def noise_of_batches(
-    model: nn.Module,
-    batches: Sequence[Any],
-    loss: Loss,
-    exact: ExactGradients,
-    draws: int,
-    on_pass: Callable[[], object] = lambda: None,
+    model: nn.Module, batches: Sequence[Any], loss: Loss, exact: ExactGradients, draws: int, on_pass: OnPass = None
 ) -> Tensor:
     """Return noise and squared bias per batch, (2, batches) float64, without a unit; see :func:`gradient_noise`."""
 
     def drawn_at(batch: Any, seed: int, quantization: int) -> Gradients:
-        on_pass()
+        if on_pass is not None:
+            on_pass()
         return gradients(model, batch, loss, seed, quantization)
 
     figures = []

@@ -26,6 +26,7 @@ from brevact.private_names.of_torch import DisableTorchFunction
 from brevact.quantizers import Rounding, UniformQuantizer
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_int
+from brevact.quantizers.traits import traits_of
 from brevact.reports.batches import without_surroundings
 from brevact.reports.gradient_noise import (
     Estimate,
@@ -137,6 +138,8 @@ class StandIn(UniformQuantizer):
 class _MixtureStandIn(StandIn):
     """Replaces a mixture, which draws a quantizer for each tensor."""
 
+    draws_size = True
+
     def with_drawn_size(self, numel: int, host_seed: int) -> StandIn:
         return StandIn(bit_width=self.bit_width, rounding=self.rounding, nominal=_OF_ONE_SIZE)
 
@@ -148,7 +151,7 @@ def _finer(quantizer: Any) -> Any:
         return UniformQuantizer(bit_width=FINE_BIT_WIDTH, **form)
     if isinstance(quantizer, UniformQuantizer):
         form = {field.name: getattr(quantizer, field.name) for field in dataclasses.fields(quantizer) if field.init}
-    kind = _MixtureStandIn if hasattr(quantizer, "with_drawn_size") else StandIn
+    kind = _MixtureStandIn if traits_of(quantizer).draws_size else StandIn
     return kind(**(form | {"bit_width": FINE_BIT_WIDTH, "nominal": quantizer}))
 
 

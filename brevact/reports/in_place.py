@@ -169,7 +169,7 @@ class _TensorBefore:
         x = self.tensor
         if not x.is_leaf and not x._is_view():
             x.detach_()  # a buffer into which a pass has written a tensor with a graph
-        if self._alias is not None and _place_of(x) != _place_of(self._alias):
+        if self._alias is not None and _span_of(x) != _span_of(self._alias):
             x.data = self._alias
         if self._alias is not None and self._values is not None:
             storage = self._alias.untyped_storage()
@@ -187,7 +187,7 @@ class _TensorBefore:
         return self._alias is None or self._values is not None or x._version == self._version
 
 
-def _place_of(x: Tensor) -> tuple[Any, ...]:
+def _span_of(x: Tensor) -> tuple[Any, ...]:
     return storage_address(x), x.storage_offset(), x.shape, x.stride(), x.dtype
 
 

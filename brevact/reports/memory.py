@@ -207,14 +207,14 @@ def _measured_plain(model: nn.Module, run: Callable[[nn.Module], Any]) -> list[O
 
 
 def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any], holds: bool) -> list[OpMemory]:
-    weights = {_place_of(part): part for x in (*model.parameters(), *model.buffers()) for part in parts_of(x)}
+    weights = {_storage_key(part): part for x in (*model.parameters(), *model.buffers()) for part in parts_of(x)}
     held: dict[int, tuple[Tensor | weakref.ref[torch.UntypedStorage], str]] = {}
     rows = list[tuple[int, OpMemory]]()
     source = ""  # layer that saved the tensor from which the last one derives
     is_missed = False
 
     def pack_unheld(x: Tensor) -> Tensor | None:
-        place = _place_of(x)
+        place = _storage_key(x)
         before, _ = held.get(place, (None, ""))
         if isinstance(before, weakref.ref) and referent(before) is None:  # a new tensor reuses the address
             del held[place]
@@ -238,7 +238,7 @@ def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any], holds: 
             for part in parts_of(x):
                 pack(part)
             return x
-        place = _place_of(x)
+        place = _storage_key(x)
         old = recorder.replaced.pop(place, None)
         if old is not None:
             index = next(index for index, (other, _) in enumerate(rows) if other == old)
@@ -273,7 +273,7 @@ def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any], holds: 
     def note_contexts(layer: str, result: Any) -> None:
         """Add rows for the tensors that other code's Functions hold as attributes, once per storage."""
         for name, x in _on_contexts(result, seen):
-            place = _place_of(x)
+            place = _storage_key(x)
             before, _ = held.get(place, (None, ""))
             is_known = before is not None and not (isinstance(before, weakref.ref) and referent(before) is None)
             if place not in weights and not is_known:
@@ -295,7 +295,7 @@ def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any], holds: 
     return [row for place, row in rows if place not in recorder.withdrawn]
 
 
-def _place_of(x: Tensor) -> int:
+def _storage_key(x: Tensor) -> int:
     """Return a key for a tensor's storage, or for the tensor if it has none, such as oneDNN's."""
     return storage_address(x) or -id(x)
 

@@ -157,6 +157,12 @@ def check(op: Any, some: list[Variant], found: list[Sample], all_kinds: tuple[st
     assert count > 0 or "runs" in allowed or (is_large and "large" in allowed)
 
 
+def test_the_laws_are_checked_for_as_many_ops_as_promised():
+    """And no limit leaves out bit-equal lossless gradients, finite ones, or those that are exact at 2 bits."""
+    left_out = {name for name, (laws, _) in LIMITS.items() if laws & {"lossless", "2 bits", "exact", "runs"}}
+    assert len({name_of(op) for op in OPS} - left_out) >= 539
+
+
 @pytest.mark.parametrize("op", OPS, **by_name)
 def test_a_sample_of_each_op_keeps_the_laws(op):
     variant = variants(op)[0]

@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 import brevact
-from brevact.compiler import partition
+from brevact.compiler import graphs
 from tests.autograd.database_laws import Outcome, dense, finite_pairs, loss_of
 from tests.autograd.measuring import watch_saved
 from tests.autograd.op_database import Sample, Variant, run, samples, variants
 
 DRAWS = 32
-_pack = partition.Packing.pack
+_pack = graphs.pack
 
 
 @torch.library.custom_op("brevact_tests::activation", mutates_args=())
@@ -36,7 +36,7 @@ class Call:
 
     def __init__(self, variant: Variant, sample: Sample, quantizer: Any, *, compiles: bool = True) -> None:
         self.process, self.nbytes = sample.process, 0
-        self.rows: list[partition.Row] = []
+        self.rows: list[graphs.Row] = []
         self.leaves, spec = tree_flatten((sample.args, sample.kwargs))
         is_input = [isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad for x in self.leaves]
         self.is_input = is_input
@@ -59,10 +59,7 @@ class Call:
         ]
         inputs = [x for x, each in zip(leaves, self.is_input, strict=True) if each]
         torch.manual_seed(seed)
-        with (
-            warnings.catch_warnings(),
-            mock.patch.object(partition.Packing, "pack", lambda packing: self._pack(packing)),
-        ):
+        with warnings.catch_warnings(), mock.patch.object(graphs, "pack", self._pack):
             warnings.simplefilter("ignore")
             with watch_saved() as saved:
                 out = self.call(leaves)
@@ -77,8 +74,8 @@ class Call:
             [dense(x.detach()) for x in outputs], [None if x is None else dense(x.detach()) for x in grads], scale
         )
 
-    def _pack(self, packing: partition.Packing) -> Any:
-        saved, rows = _pack(packing)
+    def _pack(self, joint: graphs.JointGraph) -> Any:
+        saved, rows = _pack(joint)
         self.rows += rows
         return saved, rows
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from brevact import DitherBackward4bit, LosslessBackward, StochBackward2bit, StochBackward8bit
-from brevact.compiler import partition
+from brevact.compiler import packing
 from tests.autograd.database_laws import Outcome, are_same, bias_of, error_of, finite_pairs
 from tests.autograd.op_database import (
     MISSING,
@@ -64,7 +64,7 @@ SEEDED = {
 
 @pytest.fixture(autouse=True)
 def packs_small_masks(monkeypatch):
-    monkeypatch.setattr(partition, "_LEAST_MASK", 0)
+    monkeypatch.setattr(packing, "_LEAST_MASK", 0)
 
 
 def tiers(quick: frozenset[str], of: frozenset[str] | None = None) -> Any:

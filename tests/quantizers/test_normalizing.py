@@ -16,7 +16,7 @@ from brevact.quantizers import (
     quantize_normalized,
 )
 from brevact.quantizers.layout import Layout
-from brevact.quantizers.normalizing import place_of
+from brevact.quantizers.normalizing import find_place
 from tests.crosses import taking_turns
 
 #: Shape and memory order (dimensions, slowest first) of a tensor, and the dimensions along which groups differ.
@@ -72,7 +72,7 @@ def test_bytes_and_values_are_those_of_the_reference(name, dtype, has_mean):
 @pytest.mark.parametrize("name", ORDERS)
 def test_places_of_statistics(name):
     x, mean, _ = sample(name, torch.float32)
-    found = place_of(Layout.of(x), tuple(mean.shape))
+    found = find_place(Layout.of(x), tuple(mean.shape))
     assert (found is None) == (name == "no order that kernels know")
     if found is not None:
         (outer, row, inner, run), _ = found

@@ -152,11 +152,11 @@ class _Call:
         return None if result is None or is_exact else (result, self._formula, operands)
 
 
-class _OfThread(threading.local):
+class _CallOfThread(threading.local):
     call: _Call | None = None  # the last one
 
 
-_of_thread = _OfThread()
+_of_thread = _CallOfThread()
 
 
 def watch_forward(function: type[torch.autograd.Function]) -> None:

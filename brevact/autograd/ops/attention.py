@@ -41,7 +41,7 @@ from brevact.private_names.of_torch import attention_by_math, choose_attention, 
 _attend = F.scaled_dot_product_attention
 
 
-class _Options(NamedTuple):
+class _Scores(NamedTuple):
     dropout_p: float
     is_causal: bool
     scale: float | None
@@ -49,7 +49,7 @@ class _Options(NamedTuple):
 
 
 def _apply(
-    region: Region, attend: Callable[..., Tensor], options: _Options, backend: int | None, *tensors: Tensor | None
+    region: Region, attend: Callable[..., Tensor], options: _Scores, backend: int | None, *tensors: Tensor | None
 ) -> Tensor:
     dtypes = tuple(None if x is None else x.dtype for x in tensors)
 
@@ -165,7 +165,7 @@ def _differentiated(
 class _AttentionOutput(HeldOutput):
     """Decoder of the output; sources: query, key, value (``needs``: which need a gradient); a mask may follow."""
 
-    options: _Options
+    options: _Scores
     needs: Needs
 
     def _computed(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Graph]:
@@ -180,7 +180,7 @@ class _AttentionOutput(HeldOutput):
 
 
 def _remember(
-    region: Region, kept: tuple, out: Tensor, keys: int, mask: Tensor | None, options: _Options, needs: Needs
+    region: Region, kept: tuple, out: Tensor, keys: int, mask: Tensor | None, options: _Scores, needs: Needs
 ) -> Saved | None:
     """Register the output for recomputation; return a token's saved form, by which backward finds its graph."""
     sources = [source for source in kept if source is not None]
@@ -195,7 +195,7 @@ def _remember(
     return (token,), AS_IT_IS
 
 
-def _recompute_attention(leaves: list[Any], options: _Options, backend: int | None) -> Tensor:
+def _recompute_attention(leaves: list[Any], options: _Scores, backend: int | None) -> Tensor:
     """Run the attention on decoded inputs; with dropout, by the same kernel, to draw the same random numbers."""
     query, key, value, mask = leaves
     if backend == SDPBackend.MATH.value:
@@ -239,7 +239,7 @@ def _scaled_dot_product_attention(region: Region, func: Callable, *args: Any, **
         return NotImplemented
     if len({x.device for x in tensors}) > 1:
         return NotImplemented
-    options = _Options(dropout_p, is_causal, scale, enable_gqa)
+    options = _Scores(dropout_p, is_causal, scale, enable_gqa)
     backend = None
     if dropout_p > 0:
         backend = choose_attention(*tensors, attn_mask, **options._asdict())

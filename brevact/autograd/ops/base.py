@@ -161,10 +161,9 @@ def with_bits(region: Region, bit_width: int) -> Region:
     is_finer = settings.is_exact or settings.is_lossless or settings.keeps_elements
     if is_finer or (isinstance(quantizer, UniformQuantizer) and quantizer.bit_width >= bit_width):
         return region
+    rounding = Rounding.STOCHASTIC if quantizer.is_stochastic else Rounding.NEAREST
     if isinstance(quantizer, UniformQuantizer):
         rounding = quantizer.rounding
-    else:
-        rounding = Rounding.STOCHASTIC if quantizer.is_stochastic else Rounding.NEAREST
     others = settings.save_mode, settings.min_numel, settings.derive_min_bits, settings.recompute
     return with_settings(region, _settings_of(rounding, bit_width, *others))
 

@@ -61,7 +61,7 @@ _REDUCTIONS = frozenset(("none", "mean", "sum"))
 _Loss = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
-class _Options(NamedTuple):
+class _Labels(NamedTuple):
     class_dim: int
     ignore_index: int
     reduction: str
@@ -69,7 +69,7 @@ class _Options(NamedTuple):
 
 
 def _cross_entropy(
-    region: Region, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Weight
+    region: Region, call: _Loss, options: _Labels, input: Tensor, target: Tensor, weight: Weight
 ) -> Tensor:
     dim, dtype = options.class_dim, input.dtype
 
@@ -97,7 +97,7 @@ def _cross_entropy(
 
 
 def _soft_cross_entropy(
-    region: Region, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Weight
+    region: Region, call: _Loss, options: _Labels, input: Tensor, target: Tensor, weight: Weight
 ) -> Tensor:
     dim, dtype = options.class_dim, input.dtype
 
@@ -116,7 +116,7 @@ def _soft_cross_entropy(
 
 
 def _cross_entropy_of_rows(
-    region: Region, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Weight
+    region: Region, call: _Loss, options: _Labels, input: Tensor, target: Tensor, weight: Weight
 ) -> Tensor:
     shape, dtype, step = input.shape, input.dtype, _rows_of_chunk(input)
 
@@ -201,7 +201,7 @@ class _Probabilities(Expression):
         return found
 
 
-def _kept_index(region: Region, input: Tensor, target: Tensor, options: _Options) -> Saved:
+def _kept_index(region: Region, input: Tensor, target: Tensor, options: _Labels) -> Saved:
     """Save class-index targets, or the ignored index; the batch's own stay unpacked: the caller holds them anyway."""
     if not is_made(target):
         return keep_as_it_is(target)
@@ -209,7 +209,7 @@ def _kept_index(region: Region, input: Tensor, target: Tensor, options: _Options
     return keep_places(target, region.settings, (*sizes, ignored + 1), lowest=min(0, ignored))
 
 
-def _turn_sure(p: Tensor, target: Tensor, options: _Options) -> Tensor:
+def _turn_sure(p: Tensor, target: Tensor, options: _Labels) -> Tensor:
     """Subtract from 1 the targets' probabilities, of p (N, C, d1, ..), above 1/2; return which, (N, 1, d1, ..)."""
     y = target.long().unsqueeze(options.class_dim) % p.shape[options.class_dim]  # any class in place of the ignored one
     of_target = p.gather(options.class_dim, y)
@@ -236,7 +236,7 @@ def _known_logits(region: Region, input: Tensor) -> Saved | None:
 
 
 def _negative_log_likelihood(
-    region: Region, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Weight
+    region: Region, call: _Loss, options: _Labels, input: Tensor, target: Tensor, weight: Weight
 ) -> Tensor:
     shape, dtype = input.shape, input.dtype
 
@@ -252,7 +252,7 @@ def _negative_log_likelihood(
     return region.apply(Formula, run, gradients, input, target, weight)
 
 
-def _slope(p: Tensor, target: Tensor, weight: Weight, options: _Options) -> tuple[Tensor, Tensor]:
+def _slope(p: Tensor, target: Tensor, weight: Weight, options: _Labels) -> tuple[Tensor, Tensor]:
     """p sum(q) - q, 0 for ignored samples, and the divisor of a mean."""
     dim, s = options.class_dim, options.label_smoothing
     w, exact = _stretched(weight, p, options), torch.promote_types(p.dtype, torch.float32)
@@ -268,14 +268,14 @@ def _slope(p: Tensor, target: Tensor, weight: Weight, options: _Options) -> tupl
     return p * q.sum(dim, keepdim=True) - q, total
 
 
-def _stretched(weight: Weight, p: Tensor, options: _Options) -> Tensor | None:
+def _stretched(weight: Weight, p: Tensor, options: _Labels) -> Tensor | None:
     if weight is None:
         return None
     return weight.to(p.dtype).view([-1 if dim == options.class_dim else 1 for dim in range(p.dim())])
 
 
 def _of_samples(
-    grad: Tensor, p: Tensor, target: Tensor, weight: Weight, options: _Options
+    grad: Tensor, p: Tensor, target: Tensor, weight: Weight, options: _Labels
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dL/dL_n, y_n and w_y (N, 1, d1, ..); dL/dL_n and y_n are 0 where the target is ignored."""
     y = target.long().unsqueeze(options.class_dim)
@@ -289,7 +289,7 @@ def _of_samples(
     return torch.where(counts, g, 0), y, w_y
 
 
-def _goes_by_rows(settings: BackwardSettings, input: Tensor, target: Tensor, weight: Weight, options: _Options) -> bool:
+def _goes_by_rows(settings: BackwardSettings, input: Tensor, target: Tensor, weight: Weight, options: _Labels) -> bool:
     if input.dim() != 2 or target.dim() != 1 or target.is_floating_point():
         return False
     if weight is not None or options.label_smoothing or not input.is_contiguous():
@@ -317,7 +317,7 @@ def _handler(apply: Callable[..., Tensor]) -> Callable:
         if reduction not in _REDUCTIONS or input.device != target.device:
             return NotImplemented  # torch raises the error
         more = {"label_smoothing": smoothing[0]} if smoothing else {}
-        options = _Options(min(1, input.dim() - 1), ignore_index, reduction, *(smoothing or (0.0,)))
+        options = _Labels(min(1, input.dim() - 1), ignore_index, reduction, *(smoothing or (0.0,)))
         in_chunks = apply is _cross_entropy and _goes_by_rows(region.settings, input, target, weight, options)
         of_call = "none" if in_chunks else reduction
 

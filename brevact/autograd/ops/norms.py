@@ -270,11 +270,11 @@ def _plan_of_call(
         return None
     if input.dtype is not torch.float32 and (weight is None or runs_in_float32(BatchNorm.name, input)):
         return None  # its statistics may have its dtype, or autocast casts it
-    return _plan_of(settings.quantizer, input.shape, input.stride(), input.dtype)
+    return _map_plan(settings.quantizer, input.shape, input.stride(), input.dtype)
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan_of(quantizer: Any, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> NormalizedPlan | None:
+def _map_plan(quantizer: Any, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> NormalizedPlan | None:
     layout = Layout.of_sizes(shape, stride, dtype)
     return plan_of_channels(quantizer, layout) if shape.numel() == layout.numel > shape[1] else None
 

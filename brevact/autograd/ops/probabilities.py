@@ -41,6 +41,7 @@ from brevact.autograd.saving.saved import Region, Saved
 from brevact.autograd.saving.store import keep_places
 from brevact.private_names.of_torch import softmax_backward
 from brevact.quantizers import Rounding, UniformQuantizer
+from brevact.quantizers.traits import traits_of
 
 
 class _Rule(NamedTuple):
@@ -144,7 +145,7 @@ _LOGARITHMS = _Rule(lambda region, out, dim: _keep_probabilities(region, out.exp
 @functools.lru_cache(maxsize=64)
 def _settings_of(settings: BackwardSettings) -> tuple[BackwardSettings, BackwardSettings]:
     quantizer = settings.quantizer
-    if getattr(quantizer, "rounding", None) is Rounding.DITHERED:  # it rounds a bucket's elements by one shift
+    if traits_of(quantizer).rounding is Rounding.DITHERED:  # it rounds a bucket's elements by one shift
         quantizer = replace(quantizer, rounding=Rounding.STOCHASTIC)
     of_squares = UniformQuantizer(bit_width=1, rounding=Rounding.STOCHASTIC)
     return replace(settings, quantizer=quantizer), replace(settings, quantizer=of_squares)

@@ -43,7 +43,7 @@ from brevact.autograd.saving.saved import (
 )
 from brevact.autograd.saving.saved_tensor_hooks import SavedTensorHooks, checkpoints_around, is_checkpoint_innermost
 from brevact.autograd.saving.storages import find_record, find_shared, is_held, share_packed
-from brevact.autograd.saving.store import beside, keep_as_it_is, keep_small, pack, plan_of, report_statistics, reported
+from brevact.autograd.saving.store import beside, form_of, keep_as_it_is, keep_small, pack, report_statistics, reported
 from brevact.autograd.saving.weights import WEIGHT_NUMEL, ModelState, is_parameter, is_weight, node_of
 from brevact.compiler import marks
 from brevact.private_names.of_torch import (
@@ -232,7 +232,7 @@ class Region:
         quantizer = settings.quantizer
         plan = None
         if settings.uses_fast_pack and norm is None and type(x) is Tensor and x.layout is _STRIDED and not x.is_neg():
-            plan = plan_of(quantizer, x.shape, x.stride(), x.dtype)
+            plan = form_of(quantizer, x.shape, x.stride(), x.dtype)
         if plan is not None:
             spec, decoder = plan
             buffer = (x.new_zeros if spec.has_padding else x.new_empty)(spec.nbytes, dtype=torch.uint8)

@@ -13,7 +13,9 @@ from typing import Any
 from brevact.autograd.interop.other_code import is_path
 from brevact.quantizers import from_text, to_text
 from brevact.quantizers.brief import brief
-from brevact.quantizers.checks import check_bit_width, check_bool, check_int
+from brevact.quantizers.checks import check_bit_width, check_bool, check_int, member_of
+from brevact.quantizers.normalizing import has_uniform_codes
+from brevact.quantizers.traits import is_quantizer, traits_of
 
 
 class SaveMode(str, enum.Enum):
@@ -37,7 +39,6 @@ class SaveMode(str, enum.Enum):
 _keys: dict[tuple[Any, ...], int] = {}
 _quantizers: dict[Any, Any] = {}  # the first of equal ones, which later ones become: `is` is quicker than `==`
 _numbers = itertools.count()
-_FLAGS = "is_exact", "is_lossless", "keeps_elements", "is_stochastic", "has_uniform_codes", "quantize_forward"
 
 #: Bits of a forward quantizer's rounding errors if its scale is learned.
 DEFAULT_RESIDUAL_BIT_WIDTH = 2
@@ -53,12 +54,13 @@ DEFAULT_MIN_NUMEL = 4096
 
 def nominal_quantizer(quantizer: Any) -> Any:
     """Return ``quantizer``, or the one that it substitutes at more bits, so that the same tensors are stored."""
-    return getattr(quantizer, "nominal", quantizer)
+    nominal = traits_of(quantizer).nominal
+    return quantizer if nominal is None else nominal
 
 
 def bits_of(quantizer: Any) -> int:
     """Return the bits per code, a mean rounded down; 0 for quantizers without a bit width."""
-    width = getattr(nominal_quantizer(quantizer), "bit_width", 0)
+    width = traits_of(nominal_quantizer(quantizer)).bit_width
     return int(width) if isinstance(width, int | float) else 0
 
 
@@ -154,8 +156,7 @@ class BackwardSettings:
 
     def __post_init__(self) -> None:
         self._check_functions()
-        quantizes = callable(getattr(self.quantizer, "quantize", None)) and hasattr(self.quantizer, "is_stochastic")
-        if (self.quantizer is not None or not self.of_functions) and not quantizes:
+        if (self.quantizer is not None or not self.of_functions) and not is_quantizer(self.quantizer):
             raise TypeError(
                 f"quantizer={brief(self.quantizer)} is no activation quantizer; accepted is an object with "
                 "quantize(x, seed) and is_stochastic, such as brevact.quantizer(StochBackward2bit)"
@@ -167,11 +168,7 @@ class BackwardSettings:
                 f"quantizer={brief(self.quantizer)} has no hash; equal quantizers share what they packed, so "
                 "one must be immutable and hashable: @dataclass(frozen=True)"
             ) from None
-        try:
-            save_mode = SaveMode(self.save_mode)
-        except ValueError:
-            accepted = ", ".join(f"SaveMode.{mode.name}" for mode in SaveMode)
-            raise ValueError(f"save_mode={brief(self.save_mode)} is unknown; accepted: {accepted}") from None
+        save_mode = member_of("save_mode", SaveMode, self.save_mode)
         check_int("min_numel", self.min_numel, 0)
         check_bit_width("residual_bit_width", self.residual_bit_width, (*range(2, 9), 32))
         check_int("derive_min_bits", self.derive_min_bits, 0, 8)
@@ -179,24 +176,23 @@ class BackwardSettings:
         check_int("recompute", self.recompute, 0)
         check_bool("double_backward", self.double_backward)
         quantizer = _quantizers.setdefault(self.quantizer, self.quantizer)
-        has = {name: bool(getattr(quantizer, name, False)) for name in _FLAGS}
-        draws_size = callable(getattr(quantizer, "with_drawn_size", None))
-        derives = self.derive_min_bits > 0 and not (has["is_exact"] or has["is_lossless"])
-        is_plain = save_mode is SaveMode.SAVE_QUANTIZED and has["has_uniform_codes"]
+        traits = traits_of(quantizer)
+        derives = self.derive_min_bits > 0 and not (traits.is_exact or traits.is_lossless)
+        is_plain = save_mode is SaveMode.SAVE_QUANTIZED and has_uniform_codes(quantizer)
         derives_curved = derives and bits_of(quantizer) >= self.derive_min_bits
         self.__dict__.update(
             save_mode=save_mode,
             quantizer=quantizer,
-            is_exact=has["is_exact"],
-            is_lossless=has["is_lossless"],
-            keeps_elements=has["keeps_elements"],
+            is_exact=bool(traits.is_exact),
+            is_lossless=bool(traits.is_lossless),
+            keeps_elements=bool(traits.keeps_elements),
             derives=derives,
             derives_curved=derives_curved,
-            draws_size=draws_size,
-            quantizes_forward=has["quantize_forward"] and getattr(quantizer, "for_normalized", None) is not None,
-            leaves_ops_to_torch=has["is_exact"] or self.double_backward,
-            is_random=has["is_stochastic"] or draws_size,
-            uses_fast_pack=is_plain and not draws_size,
+            draws_size=traits.draws_size,
+            quantizes_forward=bool(traits.quantize_forward) and traits.for_normalized is not None,
+            leaves_ops_to_torch=bool(traits.is_exact) or self.double_backward,
+            is_random=bool(traits.is_stochastic) or traits.draws_size,
+            uses_fast_pack=is_plain,
         )
         if self.double_backward and self.quantizes_forward:
             raise ValueError(
@@ -244,7 +240,7 @@ class BackwardSettings:
     @functools.cached_property
     def for_normalized(self) -> BackwardSettings | None:
         """Settings with which norms store a normalized input; None if they store their input, as other ops do."""
-        quantizer = getattr(self.quantizer, "for_normalized", None)
+        quantizer = traits_of(self.quantizer).for_normalized
         if quantizer is None:
             return None
         least = 0 if self.quantizes_forward else self.min_numel
@@ -253,7 +249,7 @@ class BackwardSettings:
     @functools.cached_property
     def for_smooth(self) -> BackwardSettings | None:
         """Settings with which smooth functions store their input, with dense levels around 0; None for even ones."""
-        quantizer = getattr(self.quantizer, "for_smooth", None)
+        quantizer = traits_of(self.quantizer).for_smooth
         return None if quantizer is None or self.double_backward else replace(self, quantizer=quantizer)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -33,6 +33,7 @@ from brevact.quantizers import (
     unpack_mask,
 )
 from brevact.quantizers.normalizing import has_uniform_codes
+from brevact.quantizers.traits import traits_of
 
 if TYPE_CHECKING:
     from brevact.autograd.region.regions import Region  # which imports the handlers that it calls
@@ -82,7 +83,7 @@ class Quality(NamedTuple):
 
 def quality_of(quantizer: Any) -> Quality:
     """Return the quality of a tensor that a quantizer packs; stretched levels are a nonlinear function of codes."""
-    return Quality(quantizer, getattr(quantizer, "is_stretched", False))
+    return Quality(quantizer, traits_of(quantizer).is_stretched)
 
 
 #: Quality of a tensor that is saved losslessly.

@@ -103,59 +103,59 @@ class Recorder:
         return found
 
 
-class _OfThread(threading.local):
+class _RecorderOfThread(threading.local):
     recorder: Recorder | None = None
 
 
-_of_thread = _OfThread()
+_here = _RecorderOfThread()
 #: Recorders of all threads; if empty, nobody need look for one.
 recorders: list[Recorder] = []
 
 
 def report_op(func: Callable, why: str = NEEDED) -> None:
-    if _of_thread.recorder is not None:
-        _of_thread.recorder.report_op(func, why)
+    if _here.recorder is not None:
+        _here.recorder.report_op(func, why)
 
 
 def report_code(label: str) -> None:
-    if _of_thread.recorder is not None:
-        _of_thread.recorder.report_code(label)
+    if _here.recorder is not None:
+        _here.recorder.report_code(label)
 
 
 def report_graph(rows: list[Any]) -> None:
     """Report to this thread's recorder, if any, that a compiled graph runs, which saves these tensors."""
-    if _of_thread.recorder is not None:
-        _of_thread.recorder.of_graphs += rows
+    if _here.recorder is not None:
+        _here.recorder.of_graphs += rows
 
 
 def report_saved(kept: Saved, why: str) -> None:
-    if _of_thread.recorder is not None:
-        _of_thread.recorder.report_saved(kept, why)
+    if _here.recorder is not None:
+        _here.recorder.report_saved(kept, why)
 
 
 def withdraw(tensors: tuple[Tensor, ...]) -> None:
-    if _of_thread.recorder is not None:
-        _of_thread.recorder.withdrawn |= set(map(storage_address, tensors))
+    if _here.recorder is not None:
+        _here.recorder.withdrawn |= set(map(storage_address, tensors))
 
 
 def are_of_report(hooks: tuple[Callable, Callable]) -> bool:
-    return _of_thread.recorder is not None and _of_thread.recorder.hooks == hooks
+    return _here.recorder is not None and _here.recorder.hooks == hooks
 
 
 def replace(tensors: tuple[Tensor, ...], new: Tensor) -> None:
-    if _of_thread.recorder is not None:
+    if _here.recorder is not None:
         (old,) = tensors
-        _of_thread.recorder.replaced[storage_address(new)] = storage_address(old)
+        _here.recorder.replaced[storage_address(new)] = storage_address(old)
 
 
 @contextmanager
 def recording() -> Iterator[Recorder]:
     """Record the tensors that regions of this thread save."""
-    outer, recorder = _of_thread.recorder, Recorder()
-    _of_thread.recorder = recorder
+    outer, recorder = _here.recorder, Recorder()
+    _here.recorder = recorder
     recorders.append(recorder)
     try:
         yield recorder
     finally:
         recorders.remove(recorder)
-        _of_thread.recorder = outer
+        _here.recorder = outer

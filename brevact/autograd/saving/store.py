@@ -125,7 +125,7 @@ def report_statistics(kept: Saved) -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def plan_of(
+def form_of(
     quantizer: Any, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[PackedSpec[Any], Decoder] | None:
     layout = Layout.of_sizes(shape, stride, dtype)

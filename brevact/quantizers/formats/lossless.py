@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from brevact.quantizers import kernel_ops
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedActivation, PackedSpec, Part
 from brevact.quantizers.quantizer import Quantizer
+from brevact.quantizers.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,10 @@ class ElementsQuantizer(Quantizer):
     True
     """
 
-    bit_width: ClassVar[int] = 32
+    bit_width = 32
     """Of an element of the widest type: as good as it gets."""
-    keeps_elements: ClassVar[bool] = True
-
-    @property
-    def is_stochastic(self) -> bool:
-        return False
+    keeps_elements = True
+    is_stochastic = False
 
     def parts(self, layout: Layout) -> tuple[Part, ...]:
         return (Part("elements", torch.uint8, layout.numel * layout.dtype.itemsize),)
@@ -54,7 +52,7 @@ ELEMENTS = ElementsQuantizer()
 
 
 @dataclass(frozen=True)
-class LosslessQuantizer:
+class LosslessQuantizer(Traits):
     """Stores a tensor exactly: a region keeps the tensor itself; a call makes a copy.
 
     >>> import torch
@@ -63,8 +61,7 @@ class LosslessQuantizer:
     True
     """
 
-    is_exact: ClassVar[bool] = True
-    is_stochastic: ClassVar[bool] = False
+    is_exact = True
 
     def quantize(self, x: Tensor, seed: int | Tensor | None = None) -> PackedActivation:
         """Copy a floating-point tensor of any shape and strides."""

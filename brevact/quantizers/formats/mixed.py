@@ -22,11 +22,12 @@ from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedActivation, PackedSpec, Part
 from brevact.quantizers.reference import moved_seed, seed_value, words_of
 from brevact.quantizers.rounding import Rounding
+from brevact.quantizers.traits import Traits
 
 Self = TypeVar("Self", bound="MixingQuantizer")
 
 
-class MixingQuantizer:
+class MixingQuantizer(Traits):
     """Quantizer that stores each bucket by `high` with a probability, independently, and by `low` otherwise.
 
     The number of high buckets, k ~ Binomial(n, probability), is drawn on the host, and a random k-subset on the device:
@@ -46,6 +47,7 @@ class MixingQuantizer:
 
     kind: ClassVar[type]
     mixed: ClassVar[tuple[str, str, str]]
+    draws_size = True
 
     @functools.cached_property
     def low(self) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from brevact.quantizers.quantizer import Quantizer
 from brevact.quantizers.rounding import Rounding
 
 BIT_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
-Q = TypeVar("Q", bound="UniformQuantizer")
 _METADATA_DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -140,20 +139,15 @@ class UniformQuantizer(Quantizer):
         return self.rounding is not Rounding.NEAREST and not self.is_lossless
 
     @property
-    def is_lossless(self) -> bool:
+    def is_lossless(self) -> bool:  # type: ignore[override]  # of a field, which is frozen
         return self.bit_width == 32
 
-    @functools.cached_property
-    def has_uniform_codes(self) -> bool:
-        """Whether the kernel ops of `plan_of` write and read its bytes; a subclass may quantize in another way."""
-        return type(self) in (UniformQuantizer, StretchedQuantizer) and not self.is_lossless
-
     @property
-    def for_smooth(self) -> StretchedQuantizer | None:
+    def for_smooth(self) -> StretchedQuantizer | None:  # type: ignore[override]
         """The same format for inputs of smooth functions; None for codes of more than 8 bits and for subclasses."""
-        return self._as(StretchedQuantizer) if self.has_uniform_codes and self.bit_width <= 8 else None
+        return self._as(StretchedQuantizer) if type(self) is UniformQuantizer and self.bit_width <= 8 else None
 
-    def _as(self, kind: type[Q]) -> Q:
+    def _as(self, kind: type) -> Any:
         return kind(**{name: getattr(self, name) for name in self.__dataclass_fields__})
 
     def parts(self, layout: Layout) -> tuple[Part, ...]:
@@ -202,7 +196,7 @@ class StretchedQuantizer(UniformQuantizer):
     is_stretched = True
 
     @functools.cached_property
-    def nominal(self) -> UniformQuantizer:
+    def nominal(self) -> UniformQuantizer:  # type: ignore[override]
         return self._as(UniformQuantizer)
 
 
@@ -224,7 +218,6 @@ def plan_of(spec: PackedSpec[UniformQuantizer]) -> UniformPlan:
         quantizer = spec.quantizer
         geometry, dtypes = quantizer.geometry(spec.layout), (quantizer.scale_dtype, quantizer.minimum_dtype)
         _, minimum_at, scale_at = spec.offsets
-        is_dithered = quantizer.rounding is Rounding.DITHERED
-        is_stretched = isinstance(quantizer, StretchedQuantizer)
-        plan = spec.plan = UniformPlan(geometry, *dtypes, minimum_at, scale_at, is_dithered, is_stretched)
+        flags = quantizer.rounding is Rounding.DITHERED, quantizer.is_stretched
+        plan = spec.plan = UniformPlan(geometry, *dtypes, minimum_at, scale_at, *flags)
     return plan
