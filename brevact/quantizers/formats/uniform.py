@@ -143,7 +143,7 @@ class UniformQuantizer(Quantizer):
         return self.bit_width == 32
 
     @property
-    def for_smooth(self) -> StretchedQuantizer | None:  # type: ignore[override]
+    def for_smooth(self) -> StretchedQuantizer | None:
         """The same format for inputs of smooth functions; None for codes of more than 8 bits and for subclasses."""
         return self._as(StretchedQuantizer) if type(self) is UniformQuantizer and self.bit_width <= 8 else None
 
@@ -196,7 +196,7 @@ class StretchedQuantizer(UniformQuantizer):
     is_stretched = True
 
     @functools.cached_property
-    def nominal(self) -> UniformQuantizer:  # type: ignore[override]
+    def nominal(self) -> UniformQuantizer:
         return self._as(UniformQuantizer)
 
 
