@@ -311,19 +311,8 @@ def decode_integers(codes: Tensor, plan: IntegerPlan, scale: Tensor, zero_point:
 
 
 def fake_quantize_backward(
-    grad: Tensor,
-    plan: IntegerPlan,
-    scale: Tensor,
-    zero_point: Tensor,
-    residual_of: Any,
-    codes: Tensor | None,
-    mask: Tensor | None,
-    values: Tensor | None,
-    residual: Tensor | None,
-    target: Tensor,
-    terms: Tensor | None,
-    parts: Tensor | None,
-) -> None:
+    grad, plan, scale, zero_point, residual_of, codes, mask, values, residual, target, terms, parts
+):
     if not are_float32(grad, scale, zero_point, values, target, terms) or (codes is not None and plan.bit_width > 8):
         return NotImplemented
     counted = terms if parts is None else parts
@@ -342,20 +331,7 @@ def address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
-def fake_quantize(
-    x: Tensor,
-    plan: IntegerPlan,
-    scale: Tensor,
-    zero_point: Tensor,
-    residual_of: Any,
-    seed: int | Tensor | None,
-    out: Tensor,
-    values: Tensor | None,
-    codes: Tensor | None,
-    mask: Tensor | None,
-    residual: Tensor | None,
-    missing: Tensor | None,
-) -> None:
+def fake_quantize(x, plan, scale, zero_point, residual_of, seed, out, values, codes, mask, residual, missing):
     if not are_float32(x, scale, zero_point, out, values) or (codes is not None and plan.bit_width > 8):
         return NotImplemented
     of_residual, rows = (0, 0, 0, 0), None

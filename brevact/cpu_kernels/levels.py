@@ -55,7 +55,7 @@ from brevact.cpu_kernels.uniform import (
     read_metadata,
     uniform_table,
 )
-from brevact.geometry import Geometry, Grid, Place, Segments, UniformPlan
+from brevact.geometry import Geometry, Grid, Segments
 
 REGISTER = 16
 """Entries of a table that registers hold: those of codes of 4 bits."""
@@ -141,16 +141,7 @@ def look_up_blocks(codes, segments_at, rows, other, other_kind, target, table_at
             emit(values, target, kind, first, count)
 
 
-def map_levels(
-    buffer: Tensor,
-    plan: UniformPlan,
-    dtype: torch.dtype,
-    mean: Tensor | None,
-    factor: Tensor | None,
-    place: Place | None,
-    segments: Segments,
-    table: Tensor,
-) -> None:
+def map_levels(buffer, plan, dtype, mean, factor, place, segments, table):
     if plan.geometry.bit_width > 4 or not plan.has_kernels:
         return NotImplemented
     own, words = uniform_table(plan, dtype), _words_of_segments(segments)
@@ -162,9 +153,7 @@ def map_levels(
     share(map_levels_blocks, arguments, segments.rows // segments.slots, entries)
 
 
-def look_up(
-    buffer: Tensor, plan: UniformPlan, segments: Segments, table: Tensor, other: Tensor | None, target: Tensor
-) -> None:
+def look_up(buffer, plan, segments, table, other, target):
     if plan.geometry.bit_width > 4 or not plan.has_kernels:
         return NotImplemented
     look_up_rows(buffer, uniform_table(plan, target.dtype), segments, table, other, target)

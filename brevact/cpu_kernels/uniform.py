@@ -12,7 +12,6 @@ from array import array
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from brevact.cpu_kernels.floats import (
     FLOAT16,
@@ -67,7 +66,7 @@ from brevact.cpu_kernels.packing import (
 )
 from brevact.cpu_kernels.teams import share
 from brevact.cpu_kernels.uneven import canonical, quantize_uneven, second_ends, uneven_levels
-from brevact.geometry import Geometry, Place, UniformPlan
+from brevact.geometry import Geometry, UniformPlan
 
 NUMEL, BIT_WIDTH, BLOCK, INNER, ROUNDING, KIND, UNEVEN, STRETCHED = range(8)
 """Fields of the table. ROUNDING: see below. UNEVEN, STRETCHED: see `UniformPlan`."""
@@ -296,15 +295,7 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, star
         write_codes(steps, first, count, bit_width, stochastic, k, random, q, u8_at(codes))
 
 
-def quantize_uniform(
-    x: Tensor,
-    plan: UniformPlan,
-    seed: int | Tensor | None,
-    mean: Tensor | None,
-    factor: Tensor | None,
-    place: Place | None,
-    buffer: Tensor,
-) -> None:
+def quantize_uniform(x, plan, seed, mean, factor, place, buffer):
     if not plan.has_kernels:
         return NotImplemented
     table, codes = uniform_table(plan, x.dtype, seed is not None), buffer.data_ptr()
@@ -390,16 +381,7 @@ def dequantize_blocks(codes, scale, minimum, other, target, table_at, norm_at, m
             emit(values, target, kind, first, count)
 
 
-def dequantize_uniform(
-    buffer: Tensor,
-    plan: UniformPlan,
-    mean: Tensor | None,
-    factor: Tensor | None,
-    place: Place | None,
-    other: Tensor | None,
-    mask: Tensor | None,
-    target: Tensor,
-) -> None:
+def dequantize_uniform(buffer, plan, mean, factor, place, other, mask, target):
     """The kernel reads masks whose blocks are those of the codes; others are applied in a pass of their own."""
     if not plan.has_kernels:
         return NotImplemented

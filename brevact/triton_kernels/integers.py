@@ -273,20 +273,7 @@ _LARGEST_CODE = 8
 """Bits."""
 
 
-def fake_quantize(
-    x: Tensor,
-    plan: IntegerPlan,
-    scale: Tensor,
-    zero_point: Tensor,
-    residual_of: Any,
-    seed: int | Tensor | None,
-    out: Tensor,
-    values: Tensor | None,
-    codes: Tensor | None,
-    mask: Tensor | None,
-    residual: Tensor | None,
-    missing: Tensor | None,
-) -> None:
+def fake_quantize(x, plan, scale, zero_point, residual_of, seed, out, values, codes, mask, residual, missing):
     if not _reads(x, scale, zero_point, out, values) or (codes is not None and plan.bit_width > _LARGEST_CODE):
         return NotImplemented
     packs = residual is not None and seed is not None
@@ -300,19 +287,8 @@ def fake_quantize(
 
 
 def fake_quantize_backward(
-    grad: Tensor,
-    plan: IntegerPlan,
-    scale: Tensor,
-    zero_point: Tensor,
-    residual_of: Any,
-    codes: Tensor | None,
-    mask: Tensor | None,
-    values: Tensor | None,
-    residual: Tensor | None,
-    target: Tensor,
-    terms: Tensor | None,
-    parts: Tensor | None,
-) -> None:
+    grad, plan, scale, zero_point, residual_of, codes, mask, values, residual, target, terms, parts
+):
     if not _reads(grad, scale, zero_point, values, target, terms):
         return NotImplemented
     if codes is not None and plan.bit_width > _LARGEST_CODE:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from brevact.geometry import Place, Segments, UniformPlan
 from brevact.triton_kernels.floats import cast, maximum, minimum, shrink, widen
@@ -96,16 +95,7 @@ def look_up_kernel(
                 tl.store(plane_of(target_ptr, i, at, BLOCK), cast(y, target_ptr.dtype.element_ty), mask=valid)
 
 
-def map_levels(
-    buffer: Tensor,
-    plan: UniformPlan,
-    dtype: torch.dtype,
-    mean: Tensor | None,
-    factor: Tensor | None,
-    place: Place | None,
-    segments: Segments,
-    table: Tensor,
-) -> None:
+def map_levels(buffer, plan, dtype, mean, factor, place, segments, table):
     _mapping(plan, dtype, place, segments).run(buffer, buffer, table, mean, factor)
 
 
@@ -131,9 +121,7 @@ def _mapping(plan: UniformPlan, dtype: torch.dtype, place: Place | None, segment
     return Program(map_levels_kernel, (-(-entries // LEVELS_TILE),), **values)
 
 
-def look_up(
-    buffer: Tensor, plan: UniformPlan, segments: Segments, table: Tensor, other: Tensor | None, target: Tensor
-) -> None:
+def look_up(buffer, plan, segments, table, other, target):
     program = _looking_up(plan, segments, target.itemsize)
     if program is None:
         return NotImplemented

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton import next_power_of_2
 
 from brevact.geometry import DEFAULT_BLOCK, Place, UniformPlan
@@ -458,15 +457,7 @@ Without a number, CUDA's assembler may spill some to make room for one more.
 """
 
 
-def quantize_uniform(
-    x: Tensor,
-    plan: UniformPlan,
-    seed: int | Tensor | None,
-    mean: Tensor | None,
-    factor: Tensor | None,
-    place: Place | None,
-    buffer: Tensor,
-) -> None:
+def quantize_uniform(x, plan, seed, mean, factor, place, buffer):
     program = _quantizing(plan, x.itemsize, seed is not None, place)
     if program is None:
         return NotImplemented
@@ -497,16 +488,7 @@ def _quantizing(plan: UniformPlan, itemsize: int, stochastic: bool, place: Place
     return over_blocks(quantize_kernel, geometry, itemsize, plan.uneven, registers=registers, **constants)
 
 
-def dequantize_uniform(
-    buffer: Tensor,
-    plan: UniformPlan,
-    mean: Tensor | None,
-    factor: Tensor | None,
-    place: Place | None,
-    other: Tensor | None,
-    mask: Tensor | None,
-    target: Tensor,
-) -> None:
+def dequantize_uniform(buffer, plan, mean, factor, place, other, mask, target):
     """Where the kernels' integers reach; a mask is applied in a pass of its own."""
     program = _decoding(plan, target.dtype, place)
     if program is None:
