@@ -199,11 +199,13 @@ def shows_errors(table):
 class GroupTable:
     """Blocks, of at most `geometry.LARGEST_BLOCK` elements, and groups in them, for the kernels of quantizers."""
 
-    def __init__(self, geometry: Geometry, dtype: torch.dtype, rounding: int, *flags: bool) -> None:
+    def __init__(
+        self, geometry: Geometry, dtype: torch.dtype, rounding: int, uneven: bool = False, stretched: bool = False
+    ) -> None:
         self.geometry = geometry
         self.blocks = -(-geometry.numel // geometry.block_size)
         sizes = geometry.numel, geometry.bit_width, geometry.block_size, geometry.inner
-        self.table = array("q", (*sizes, rounding, KINDS[dtype], *flags))  # owns the memory at the address
+        self.table = array("q", (*sizes, rounding, KINDS[dtype], uneven, stretched))  # owns the memory at the address
         self.address = self.table.buffer_info()[0]
 
 

@@ -89,7 +89,7 @@ def is_unbiased(quantizer: ActivationQuantizer) -> bool:
     traits = traits_of(quantizer)
     if traits.is_exact or traits.is_lossless or traits.keeps_elements:
         return True
-    return isinstance(quantizer, _UNBIASED) and quantizer.is_stochastic
+    return isinstance(quantizer, _UNBIASED) and quantizer.is_stochastic and not traits.is_stretched
 
 
 def _seed(*parts: int) -> int:
