@@ -461,7 +461,7 @@ def test_expanded_and_sliced_inputs():
     ("arguments", "error", "message"),
     [
         ({"quantizer": 3}, TypeError, "quantizer=3"),
-        ({"save_mode": "later"}, ValueError, "save_mode='later'"),
+        ({"save_mode": "later"}, ValueError, "save_mode: got 'later'"),
         ({"min_numel": -1}, ValueError, "min_numel: got -1"),
         ({"min_numel": 1.5}, TypeError, r"min_numel: got 1\.5"),
         ({"recompute": -1}, ValueError, "recompute: got -1"),
