@@ -53,7 +53,7 @@ _LARGE = tuple(name for name in GROUPS["large"] if name not in _COMPARED)
 PLAN: tuple[tuple[str | tuple[str, ...], tuple[str, ...], str], ...] = (
     (_COMPARED, (PLAIN, CHECKPOINT, "DEFAULT", "RECOMPUTE"), "bytes,peak,time,noise"),
     (_LARGE, (PLAIN, CHECKPOINT, "DEFAULT", "RECOMPUTE"), "bytes,peak,time"),
-    (_COMPARED, (COMPILED, "LosslessBackward:recompute=1024", "fit:30x"), "bytes,time,noise"),
+    (_COMPARED, (COMPILED, "LosslessBackward:recompute=1024"), "bytes,peak,time,noise"),
     ("compiled", tuple(f"{COMPILED}{each}" for each in _COMPILED), "bytes,time,noise"),
     ("qat", (PLAIN, "LosslessBackward", _RESIDUALS, "StochBackward2bit", "DEFAULT"), "bytes,peak,time"),
     ("trained", ("DEFAULT", "RECOMPUTE", "L4Backward", *_FORMATS), "bytes,noise"),

@@ -84,7 +84,7 @@ class Table:
         return [["model", "policy", *(_HEADS.get(column, column) for column in self.columns)], *found]
 
 
-_LARGE = ("plain", "checkpoint", "compile", "DEFAULT", "RECOMPUTE", "LosslessBackward:recompute=1024", "fit:30x")
+_LARGE = ("plain", "checkpoint", "compile", "DEFAULT", "RECOMPUTE", "LosslessBackward:recompute=1024")
 _QAT = ("plain", "LosslessBackward", "LosslessBackward:residual_bit_width=2", "StochBackward2bit", "DEFAULT")
 _GPU = ("plain", "checkpoint", "DEFAULT", "RECOMPUTE", "LosslessBackward", "plain+captured", "DEFAULT+captured")
 TABLES = {
