@@ -230,6 +230,13 @@ def test_what_is_held_is_given_back_with_its_last_reader():
     assert _held() == 0
 
 
+def test_a_layer_runs_once_for_readers_of_its_output_and_of_the_small_norm_behind(monkeypatch):
+    runs, run = [], layers.LayerOutput._run
+    monkeypatch.setattr(layers.LayerOutput, "_run", lambda *args: runs.append(1) or run(*args))
+    gradients(block(nn.BatchNorm2d(8), nn.SiLU()), torch.randn(4, 8, 6, 5), EXACTLY)
+    assert len(runs) == 2  # the layers before the two norms
+
+
 @pytest.mark.parametrize(
     ("name", "recompute"), [("batch norm, SiLU", 100), ("attention", 100), ("chain of residual blocks", 1024)]
 )

@@ -53,7 +53,8 @@ class Cache(threading.local):
 
     def __init__(self, most: int) -> None:
         self._most, self._elements = most, 0
-        self._of: dict[weakref.ref[Any], _Held] = {}
+        self._small: dict[weakref.ref[Any], _Held] = {}
+        self._outputs: dict[weakref.ref[Any], _Held] = {}  # an owner may have one, and a small tensor that follows
         self._task = -1
         #: Whether outputs are computed for one reader, long before the next one runs, and not held.
         self.passes_on = False
@@ -61,7 +62,7 @@ class Cache(threading.local):
     def decoded(self, decoder: Any, tensors: Tensors, decode: Callable[[Tensors], Tensor]) -> Tensor:
         """Return a small tensor, decoded once for all readers."""
         owner, source = tensors[0].untyped_storage(), (decoder, *tensors[1:])
-        held = self._of.get(weakref.ref(owner))
+        held = self._small.get(weakref.ref(owner))
         if held is not None and [*map(id, held.source)] == [*map(id, source)]:
             if versions_of((held.values, *tensors)) == held.versions:
                 return held.values
@@ -69,9 +70,9 @@ class Cache(threading.local):
         if type(values) is Tensor and values.numel() <= MOST_HELD and not is_functorch_tensor(values):
             self._elements += values.numel()
             if self._elements > self._most:
-                self._let_go(-1)
+                self._small.clear()
                 self._elements = values.numel()
-            self._of[weakref.ref(owner, self._of.pop)] = _Held(values, source, versions_of((values, *tensors)))
+            self._small[weakref.ref(owner, self._small.pop)] = _Held(values, source, versions_of((values, *tensors)))
         return values
 
     def output(self, token: Tensor, compute: Callable[[], tuple[Tensor, Graph | None]]) -> Tensor:
@@ -84,23 +85,17 @@ class Cache(threading.local):
         if task != -1 and not self.passes_on:
             if self._task != task:
                 self._task = task
-                queue_callback(functools.partial(self._let_go, task, self._of))
+                queue_callback(functools.partial(_let_go, task, self._outputs))
             new = _Held(values, _stream_of(token), (values._version,), task, graph)
-            self._of[weakref.ref(token.untyped_storage(), self._of.pop)] = new
+            self._outputs[weakref.ref(token.untyped_storage(), self._outputs.pop)] = new
         return values
 
     def _output(self, token: Tensor) -> _Held | None:
         """Return an unmodified output of this stream and backward pass: one that raised leaves its own."""
-        held = self._of.get(weakref.ref(token.untyped_storage()))
+        held = self._outputs.get(weakref.ref(token.untyped_storage()))
         if held is None or held.task != current_graph_task() or held.source != _stream_of(token):
             return None
         return held if held.versions == (held.values._version,) else None
-
-    def _let_go(self, task: int, of: dict[weakref.ref[Any], _Held] | None = None) -> None:
-        """Drop a backward pass' outputs, or (-1) the small tensors; ``of``: in the thread that computed them."""
-        of = self._of if of is None else of
-        for reference in [reference for reference, held in list(of.items()) if held.task == task]:
-            of.pop(reference, None)
 
     def take_graph(self, token: Tensor) -> Graph | None:
         """Return the graph that computed a token's output for an earlier reader; each graph is returned once."""
@@ -111,10 +106,10 @@ class Cache(threading.local):
         return graph
 
     def holds(self, token: Tensor) -> bool:
-        return weakref.ref(token.untyped_storage()) in self._of
+        return weakref.ref(token.untyped_storage()) in self._outputs
 
     def release(self, token: Tensor) -> None:
-        self._of.pop(weakref.ref(token.untyped_storage()), None)
+        self._outputs.pop(weakref.ref(token.untyped_storage()), None)
 
     @contextmanager
     def not_held(self) -> Iterator[None]:
@@ -124,6 +119,12 @@ class Cache(threading.local):
             yield
         finally:
             self.passes_on = before
+
+
+def _let_go(task: int, outputs: dict[weakref.ref[Any], _Held]) -> None:
+    """Drop a backward pass' outputs, of the thread that computed them."""
+    for reference in [reference for reference, held in list(outputs.items()) if held.task == task]:
+        outputs.pop(reference, None)
 
 
 cache = Cache(1 << 20)
