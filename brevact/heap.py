@@ -117,11 +117,8 @@ class Tuning:
     heap: Heap | None = None
 
 
-def count(numel: int) -> None:
-    """Count elements that are packed, decoded or recomputed; check the process every `Tuning.next_look` of them."""
-    Tuning.passed += numel
-    if Tuning.passed < Tuning.next_look:
-        return
+def look() -> None:
+    """Check the process, now that `Tuning.next_look` elements were packed, decoded or recomputed."""
     Tuning.passed = 0
     if Tuning.heap is not None and Tuning.is_on:
         try:
