@@ -1,4 +1,4 @@
-"""Each row of the table of ATen ops holds by numbers: linear arguments, curvatures of smooth ones, sizes alone.
+"""Each row of the table of ATen ops holds by numbers: linear arguments, curvatures of smooth ones, sizes alone, places.
 
 Calls are those that torch's own database of ops makes, forward and backward, with random values in place of theirs.
 """
@@ -10,6 +10,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,7 +48,8 @@ class _Watch(TorchDispatchMode):
         packet, kwargs = func.overloadpacket, kwargs or {}
         copy = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, args)
         found = func(*args, **kwargs)
-        if packet in LINEAR and packet not in self.calls and kwargs.get("rounding_mode") is None:
+        is_row = packet in LINEAR or (packet in table.PLACES and isinstance(found, tuple))
+        if is_row and packet not in self.calls and kwargs.get("rounding_mode") is None:
             given, made = ([x for x in tree_flatten(each)[0] if isinstance(x, Tensor)] for each in (copy, found))
             is_float = any(_is_data(x) and x.numel() > 1 for x in given) and any(map(_is_data, made))
             if is_float and not any(x.dtype in (torch.float16, torch.bfloat16) for x in (*given, *made)):
@@ -90,6 +92,8 @@ MADE: dict[Any, Callable[[], Any]] = {
     prims.collapse_view: lambda: prims.collapse_view(_image(8), 0, 1),
     prims.view_of: lambda: prims.view_of(_image(8)),
     prims.fma: lambda: prims.fma(_image(8), _image(8), _image(8)),
+    aten.median: lambda: aten.median(_image(8), 2),
+    table.low_memory_max_pool: lambda: table.low_memory_max_pool(_image(8, 8), [3, 2], [2, 2], [1, 0], [1, 1], False),
     prims.inductor_force_stride_order: lambda: prims.inductor_force_stride_order(_image(4, 4), [32, 1, 8, 2]),
 }
 
@@ -191,6 +195,14 @@ def test_values_of_arguments_that_give_sizes_are_not_read(packet):
     leaves = tree_flatten(call[1])[0]
     others = [torch.full_like(x, math.nan) if place == 1 else x for place, x in enumerate(leaves)]
     assert torch.equal(_results(call, leaves), _results(call, others))
+
+
+@rows(table.PLACES)
+def test_places_lie_in_their_range(packet):
+    func, args, kwargs = call_of(packet)
+    count = table.PLACES[packet]((SimpleNamespace(meta={"val": args[0]}), *args[1:]))
+    places = func(*args, **kwargs)[1]
+    assert places.min() >= 0 and places.max() < count
 
 
 @pytest.mark.parametrize("packet", sorted(table.SMOOTH, key=str), ids=str)
