@@ -116,7 +116,14 @@ def test_cross_entropy_of_sure_logits_has_the_noise_of_others(sizes, label_smoot
     assert noise(4.0) < 3 * noise(0.5)
 
 
+def _jensen_shannon(x: Tensor, target: Tensor) -> Tensor:
+    p = x.softmax(1)
+    middle = (p + target) / 2
+    return (p * (p / middle).log() + target * (target / middle).log()).sum(1).mean() / 2
+
+
 NEAR = {
+    "Jensen-Shannon": _jensen_shannon,
     "cross-entropy": F.cross_entropy,
     "smoothing": lambda x, target: F.cross_entropy(x, target.argmax(1), label_smoothing=0.1),
     "kl_div": lambda x, target: F.kl_div(F.log_softmax(x / 2, 1), (target.log() / 2).softmax(1), reduction="batchmean"),

@@ -157,10 +157,8 @@ def _run_packed(region: Any, row: Op, func: Callable, args: tuple, kwargs: dict[
             is_torchs = is_of_torch(func)
             why = storage_report.NOT_NOISE if is_torchs else storage_report.other_code(label_of(func))
             storage_report.report_op(func, why)
-        if any_tracked(tensors) and is_of_torch(func) and not settings.double_backward:
-            result = hooks.run_exactly(func, args, kwargs)
-        else:
-            result = hooks.run_aside(func, args, kwargs)
+        run = hooks.run_exactly if is_of_torch(func) and not settings.double_backward else hooks.run_aside
+        result = run(func, args, kwargs)
     elif row.is_pointwise and hooks.pass_on(tensors):
         result = hooks.run_aside(func, args, kwargs)
     else:

@@ -133,5 +133,6 @@ def hold(x: Tensor, outer: tuple[Callable, Callable] | None) -> SavedByHook:
     stored.fill(((x if x.grad_fn is None else x.detach(),), AS_IT_IS), outer)
     if is_tracked(x):
         give_up(x, outer, storage_report.NOT_NOISE)
+    if x.layout is torch.strided and not (x.is_leaf and x.requires_grad):
         note_held(x, stored)
     return stored
