@@ -27,10 +27,12 @@ from torch import Tensor
 from brevact.autograd.call_arguments import is_activation, is_complex
 from brevact.autograd.deriving.derived import ELEMENTS_OF_SMALL, derive
 from brevact.autograd.deriving.layers import remember_output
-from brevact.autograd.ops.base import Formula, Needs, out_of_place, requires_grad, save
+from brevact.autograd.ops.base import Formula, Needs, out_of_place, requires_grad, save, with_bits
 from brevact.autograd.ops.norm_formulas import dims_of_inverses, dims_of_rows, is_deviation, keep_by_rows
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Saves, Stored, everywhere
 from brevact.autograd.ops.smooth import WRITTEN_OUT, keep_square
+from brevact.autograd.ops.vector_norms import EMBEDDING_BITS
+from brevact.autograd.region.settings import bits_of
 from brevact.autograd.saving.saved import Region, Saved, Strides, lay_out, mapped, one_object_each
 from brevact.autograd.saving.storages import is_tracked, storage_address
 from brevact.autograd.saving.store import compact, keep_as_it_is
@@ -117,8 +119,8 @@ def _apply(
     def run(ctx: Any, added: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
         out = without_autocast_cache(multiply, a, b, added)
         needs_a, needs_b = ctx.needs_input_grad[4:6]
-        kept_b = keep_operand(region, b) if needs_a else None
-        save(ctx, kept_b, keep_operand(region, a) if needs_b else None)
+        kept_b = keep_operand(_beside(region, a), b) if needs_a else None
+        save(ctx, kept_b, keep_operand(_beside(region, b), a) if needs_b else None)
         ctx.gradients = functools.partial(gradients, out.dtype)
         return out
 
@@ -136,6 +138,13 @@ def _apply(
         return grad_added, grad_a, grad_b
 
     return region.apply(Formula, run, None, added, a, b)
+
+
+def _beside(region: Region, x: Tensor) -> Region:
+    """Return the region, or one that packs the other factor as finely as ``x``, if that is a matrix of embeddings."""
+    known = region.find_known(x) if x.dim() == 2 and is_tracked(x) else None
+    bits = 0 if known is None else bits_of(known[1].quality.quantizer)
+    return with_bits(region, bits) if bits >= EMBEDDING_BITS > bits_of(region.settings.quantizer) else region
 
 
 def _can_pack(region: Region, a: Any, b: Any, added: Any = None) -> bool:
@@ -366,7 +375,7 @@ def _keep_factor(region: Region, x: Tensor, other: Tensor, dims: tuple[int, ...]
         return _keep_small_factor(region, x)
     if dims and not region.is_weight(x) and not (x.is_leaf and x.requires_grad):
         return keep_by_rows(region, x, dims)
-    return region.keep_activation(x)
+    return _beside(region, other).keep_activation(x)
 
 
 def _keep_small_factor(region: Region, x: Tensor) -> Saved:

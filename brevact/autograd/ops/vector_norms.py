@@ -37,7 +37,7 @@ from brevact.autograd.ops.op import UNBIASED, Op, Stored
 from brevact.autograd.saving.saved import Region
 
 #: Bits of embeddings, normalized rows of a matrix: a contrastive loss's gradient is of the size of their differences.
-_EMBEDDING_BITS = 8
+EMBEDDING_BITS = 8
 #: Elements of the shortest vector that is large next to its norm.
 LEAST_LENGTH = 16
 
@@ -176,7 +176,7 @@ def _normalize(
 
     def run(ctx: Any, x: Tensor) -> Tensor:
         found: Tensor = func(x, p, dim, eps)
-        kept = (with_bits(region, _EMBEDDING_BITS) if x.dim() == 2 else region).keep(found.detach())
+        kept = (with_bits(region, EMBEDDING_BITS) if x.dim() == 2 else region).keep(found.detach())
         region.register(found, kept)
         save(ctx, kept, exact=(torch.linalg.vector_norm(x, 2, dims, keepdim=True),))
         return found
@@ -197,7 +197,7 @@ _STORED = Stored(
 )
 _NORMALIZED = Stored(
     "`F.normalize`",
-    "the output, packed, at 8 bits or more if it is a matrix, shared with its readers; the norms unpacked",
+    "the output, packed, of a matrix at 8 bits or more, as are its factors, shared with readers; the norms unpacked",
     "bias Var of one packed copy",
 )
 _HANDLERS: dict[tuple[Callable, ...], Callable] = {
