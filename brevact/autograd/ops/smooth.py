@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from brevact.autograd.deriving.cache import MOST_HELD
 from brevact.autograd.deriving.derived import derive, function_of, keep_smooth, keep_source
 from brevact.autograd.deriving.expressions import Derived
-from brevact.autograd.ops.base import Formula, Needs, as_number, expanded_one, is_inplace, save, value_of
+from brevact.autograd.ops.base import Formula, Needs, as_number, can_pack, expanded_one, is_inplace, save, value_of
 from brevact.autograd.ops.norm_formulas import are_rows, keep_by_rows
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
 from brevact.autograd.saving.saved import Region, Saved
@@ -338,7 +338,7 @@ def _power_slope(exponent: float) -> Derivative:
 
 def keep_square(region: Any, func: Callable, input: Any, *exponent: float) -> Any:
     """Save a square's input by rows, whose mean may be a variance. Small tensors are left to torch."""
-    if not (region.can_pack_input(input) and input.requires_grad and input.numel() >= region.settings.min_numel):
+    if not can_pack(region, input):
         return NotImplemented
     is_product, turns = _is_product(region, input), _is_probability(input)
     if input.is_leaf or not (turns or is_product or are_rows(input.shape, (-1,))):
