@@ -131,6 +131,7 @@ NEAR = {
     "divergence": lambda x, target: (target * (target.log() - x.log_softmax(1))).sum(1).mean(),
     "reversed divergence": lambda x, target: (x.softmax(1) * (x.log_softmax(1) - target.log())).sum(1).mean(),
     "Jensen-Shannon": _jensen_shannon,
+    "Charbonnier": lambda x, target: ((x.log_softmax(1) - target.log()) ** 2 + 1e-6).sqrt().mean(),
     "kl_div log_target": lambda x, target: F.kl_div(x.log_softmax(1), target.log(), reduction="sum", log_target=True),
 }
 
