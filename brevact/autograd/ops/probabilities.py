@@ -7,8 +7,8 @@ is large beside the gradient of a network that is sure.
 
 A product of log-probabilities with t, also if constants are added to these, saves t = r + p s for s = sum(t): r packed,
 s, one number per row, and log-softmax's own copy of p. Near a teacher t, where errors of t and p were 20 times t - p, r
-is small; and the gradient of p s is 0 if p sums to 1: what it lacks goes to its largest element. If the product's own
-gradient is the same along a row, it is unbiased; otherwise it is quadratic in p.
+is small; and the gradient of p s is 0 if p sums to 1: it is divided by its sum. If the product's own gradient is even
+along a row, that of the input is unbiased, otherwise quadratic in p.
 
 Softmax: dL/dx = p * (g - sum(g p)), quadratic in the output p. One packed copy p^ of it
 leaves a bias, with independent errors e = p^ - p of mean 0:
@@ -146,7 +146,7 @@ def _of_logarithms(grad: Tensor, dim: int, kept: Any, places: Any, *readers: boo
 
 
 def _summing_to_1(p: Tensor, dim: int) -> Tensor:
-    return p.scatter_add(dim, p.argmax(dim, keepdim=True), 1 - p.sum(dim, keepdim=True))
+    return p.div_(p.sum(dim, keepdim=True).clamp_(0.5, 2.0))
 
 
 class _Factor(NamedTuple):
