@@ -412,8 +412,7 @@ def _pair_handler(loss: _PairLoss) -> Callable:
             if loss.is_sign:
                 save(ctx, keep_mask(slope > 0), keep_mask(slope < 0))
             else:
-                is_even, is_of_logs = reduction != "none", func is F.kl_div
-                of_logs = keep_factor_of_logs(region, slope, x, is_even=is_even) if is_of_logs else None
+                of_logs = func is F.kl_div and keep_factor_of_logs(region, slope, x, is_even=reduction != "none")
                 save(ctx, of_logs or region.keep(slope, share=False))
             return out
 
