@@ -169,14 +169,16 @@ def normalize_elements(x, norm, mean, factor):
 
 
 @triton.jit
-def normalize_planes(planes, norm, tile, BLOCK: tl.constexpr, PLACE: tl.constexpr, RAGGED: tl.constexpr):
+def normalize_planes(
+    planes, norm, tile, BLOCK: tl.constexpr, PLACE: tl.constexpr, RAGGED: tl.constexpr, MAY_BE_FAR: tl.constexpr = True
+):  # fmt: skip
     """Normalized elements, or, without a place, stretched ones."""
     NEAR: tl.constexpr = near_of(planes[0].dtype)
     normalized = ()
     for i in tl.static_range(8):
         x, valid = widen(planes[i]), element_mask(i, tile, RAGGED)
         if PLACE < 0:
-            normalized += (stretch(x),)
+            normalized += (stretch(x, MAY_BE_FAR),)
         else:
             mean, factor = load_statistics_of_plane(norm, tile, i, valid, BLOCK, PLACE, RAGGED, NEAR)
             normalized += (normalize_elements(x, norm, mean, factor),)
