@@ -38,7 +38,6 @@ from brevact.triton_kernels.groups import (
     is_flagged,
     shifted_minimum,
     store_metadata,
-    zero_part,
 )
 from brevact.triton_kernels.launch import Program, over_blocks, parts_of, seed_on
 from brevact.triton_kernels.normalize import (
@@ -370,7 +369,7 @@ def quantize_blocks(
         x_GI = normalize_elements(x_GI, norm, mean, factor)
     low_GI, high_GI = finite_keys(x_GI, valid)
     missing_G = tl.max((valid & ~is_finite(x_GI)).to(tl.int32), axis=1) > 0
-    zero_G = tl.min(zero_part(x_GI, valid), axis=1) == 0
+    zero_G = tl.max((valid & (x_GI == 0.0)).to(tl.int32), axis=1) > 0
     low_G, high_G = tl.min(low_GI, axis=1), tl.max(high_GI, axis=1)
     base_G, scale_G, inverse_G = calibrate(low_G, high_G, missing_G, zero_G, BIT_WIDTH)
     group = tl.arange(0, GROUPS_2)
@@ -481,12 +480,10 @@ def _quantizing(plan: UniformPlan, itemsize: int, stochastic: bool, place: Place
         "INNER_2": next_power_of_2(geometry.inner),
     }
     constants |= parts_of(plan) | values_of(place, geometry, plan.stretched)
-    registers, is_default = None, geometry.block_size == DEFAULT_BLOCK
-    is_few = plan.uneven and itemsize == 2 and geometry.bit_width >= 4
-    if is_default and is_few and geometry.inner == DEFAULT_BLOCK:
-        registers = FEW_REGISTERS
-    elif is_default:
-        registers = MOST_REGISTERS
+    registers = None
+    if geometry.block_size == DEFAULT_BLOCK:
+        is_few = plan.uneven and itemsize == 2 and geometry.bit_width >= 4 and geometry.inner == DEFAULT_BLOCK
+        registers = FEW_REGISTERS if is_few else MOST_REGISTERS
     return over_blocks(quantize_kernel, geometry, itemsize, plan.uneven, registers=registers, **constants)
 
 
