@@ -40,10 +40,7 @@ def element_bits(words, i: tl.constexpr):
     by one instruction, which takes one constant.
     """
     word = words[i % 4]
-    if i < 4:
-        bits = word & (0xFFFF + tl.program_id(1)).to(tl.uint32)
-    else:
-        bits = word >> 16
+    bits = word & (0xFFFF + tl.program_id(1)).to(tl.uint32) if i < 4 else word >> 16
     return bits.to(tl.int32)
 
 

@@ -183,8 +183,7 @@ _UNEVEN_TILE = tl.constexpr(2048)
 _LEAST_SPREAD, _MOST_ALIKE = tl.constexpr(8192), tl.constexpr(6)
 """See `reference.spreads`."""
 _LARGEST_SHIFT, _LARGEST, _FAR = tl.constexpr(0.5 - 2.0**-15), tl.constexpr(2.0**125), tl.constexpr(FAR)
-"""Shifts beyond the first, one in 2^14, and elements beyond the second, or third if stretched, are left to the code for
-rare groups."""
+"""Shifts beyond the first, one in 2^14, elements beyond the second, stretched ones beyond the third: groups are rare."""
 
 
 @triton.jit
@@ -245,11 +244,7 @@ def _closest_shifted(t, shift, magic, BIT_WIDTH: tl.constexpr, CLAMPED: tl.const
 
 @triton.jit
 def _codes(t, words, i: tl.constexpr, BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr):
-    if STOCHASTIC:
-        q = round_stochastic(t, element_bits(words, i), BIT_WIDTH)
-    else:
-        q = nearest_int(t)
-    return q
+    return round_stochastic(t, element_bits(words, i), BIT_WIDTH) if STOCHASTIC else nearest_int(t)
 
 
 @triton.jit
