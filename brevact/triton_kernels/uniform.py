@@ -183,7 +183,7 @@ _UNEVEN_TILE = tl.constexpr(2048)
 _LEAST_SPREAD, _MOST_ALIKE = tl.constexpr(8192), tl.constexpr(6)
 """See `reference.spreads`."""
 _LARGEST_SHIFT, _LARGEST, _FAR = tl.constexpr(0.5 - 2.0**-15), tl.constexpr(2.0**125), tl.constexpr(FAR)
-"""Shifts beyond the first, one in 2^14, elements beyond the second, stretched ones beyond the third: groups are rare."""
+"""Shifts beyond the first, one in 2^14, elements beyond the second, stretched ones beyond the third: rare groups."""
 
 
 @triton.jit
