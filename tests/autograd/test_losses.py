@@ -116,6 +116,11 @@ def test_cross_entropy_of_sure_logits_has_the_noise_of_others(sizes, label_smoot
     assert noise(4.0) < 3 * noise(0.5)
 
 
+def _divergence_of_exponentials(x: Tensor, target: Tensor) -> Tensor:
+    log_p = x.log_softmax(1)
+    return (log_p.exp() * (log_p - target.log())).sum(1).mean()
+
+
 def _jensen_shannon(x: Tensor, target: Tensor) -> Tensor:
     p = x.softmax(1)
     middle = (p + target) / 2
@@ -131,6 +136,7 @@ NEAR = {
     "divergence": lambda x, target: (target * (target.log() - x.log_softmax(1))).sum(1).mean(),
     "reversed divergence": lambda x, target: (x.softmax(1) * (x.log_softmax(1) - target.log())).sum(1).mean(),
     "Jensen-Shannon": _jensen_shannon,
+    "divergence of exponentials": _divergence_of_exponentials,
     "Charbonnier": lambda x, target: ((x.log_softmax(1) - target.log()) ** 2 + 1e-6).sqrt().mean(),
     "kl_div log_target": lambda x, target: F.kl_div(x.log_softmax(1), target.log(), reduction="sum", log_target=True),
 }
