@@ -176,12 +176,7 @@ def calibrate(flat: Tensor, geometry: Geometry, scale_dtype: torch.dtype, minimu
 
 
 def aligned(
-    low: Tensor,
-    high: Tensor,
-    levels: Tensor,
-    bit_width: int,
-    scale_dtype: torch.dtype,
-    minimum_dtype: torch.dtype,
+    low: Tensor, high: Tensor, levels: Tensor, bit_width: int, scale_dtype: torch.dtype, minimum_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """(G,) float32 code k of zero and scale s of grids with a level at zero, from m = -k s, of the least s that covers.
 
@@ -236,10 +231,7 @@ def bounded(low: Tensor, high: Tensor, is_aligned: Tensor | None = None) -> tupl
     wide = high - low >= LARGEST_RANGE  # the difference may be infinite
     if is_aligned is not None:
         wide = wide | is_aligned & (high - low >= LARGEST_ALIGNED)
-    return (
-        torch.where(wide, low.clamp(min=-LARGEST_END), low),
-        torch.where(wide, high.clamp(max=LARGEST_END), high),
-    )
+    return (torch.where(wide, low.clamp(min=-LARGEST_END), low), torch.where(wide, high.clamp(max=LARGEST_END), high))
 
 
 def round_codes(steps: Tensor, random_bits: Tensor | None) -> Tensor:

@@ -251,24 +251,14 @@ _OF_LOGARITHMS = Stored(
     "log-softmax, log-sum-exp", "the probabilities, packed, one above 1/2 by what is left to 1, and its class", UNBIASED
 )
 OPS = (
-    Op(
-        (torch.softmax, F.softmax, torch.special.softmax, Tensor.softmax),
-        _handler(),
-        _STORED,
-        is_bit_exact=False,
-    ),
+    Op((torch.softmax, F.softmax, torch.special.softmax, Tensor.softmax), _handler(), _STORED, is_bit_exact=False),
     Op(
         (torch.log_softmax, F.log_softmax, torch.special.log_softmax, Tensor.log_softmax),
         _handler(_LOGARITHMS),
         _OF_LOGARITHMS,
         is_bit_exact=False,
     ),
-    Op(
-        (torch.logsumexp, torch.special.logsumexp, Tensor.logsumexp),
-        _logsumexp,
-        _OF_LOGARITHMS,
-        is_bit_exact=False,
-    ),
+    Op((torch.logsumexp, torch.special.logsumexp, Tensor.logsumexp), _logsumexp, _OF_LOGARITHMS, is_bit_exact=False),
     *(Op((func,), run_inside(func), _STORED, twice=True) for func in (F.softmin, F.gumbel_softmax)),
     Op(everywhere("softmax", "softmin"), saves=Saves.BOUNDED),
 )
