@@ -118,6 +118,17 @@ def test_inductor_packs_masks_by_bytes():
     assert found[0][1] <= found[1][1] - 512 * 512 * (1 - 2 / 8)
 
 
+@pytest.mark.exhaustive
+def test_inductor_saves_weights_and_images_without_copies():
+    model, x = nn.Conv2d(8, 64, 3), torch.randn(4, 8, 16, 16, requires_grad=True)
+    inputs = x, model.weight
+    expected = torch.autograd.grad(torch.compile(model)(x).square().sum(), inputs)
+    with watch_saved() as saved:
+        y = brevact.compile(model, brevact.StochBackward4bit)(x)
+    assert {each.data_ptr() for each in inputs} == {each.data_ptr() for each in saved.tensors}
+    assert all(map(torch.equal, torch.autograd.grad(y.square().sum(), inputs), expected))
+
+
 def loss(x: Tensor, weight: Tensor) -> Tensor:
     return F.hardtanh(x @ weight).sum()
 
