@@ -121,7 +121,8 @@ def packing(graph: fx.GraphModule) -> Iterator[list[Row] | None]:
     if not texts:
         yield None
         return
-    of_graph = _with(texts=frozenset(texts), rows=(rows := []), is_partitioned=False)
+    rows: list[Row] = []
+    of_graph = _with(texts=frozenset(texts), rows=rows, is_partitioned=False)
     with of_graph, inductor_config.patch(custom_partitioner_fn=Partitioner()):
         yield rows
         if not _current.is_partitioned:
