@@ -5,9 +5,10 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import gc
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,7 +120,10 @@ def packing(graph: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[list[Row]]
         _Input(isinstance(x, nn.Parameter), isinstance(x, Tensor) and x.requires_grad and not x.is_leaf) for x in inputs
     ]
     of_graph = _with(texts=frozenset(texts), rows=rows, inputs=known)
-    with of_graph, inductor_config.patch(custom_partitioner_fn=Partitioner()):
+    with of_graph, inductor_config.patch(custom_partitioner_fn=Partitioner()), ExitStack() as stack:
+        young, middle, full = gc.get_threshold()
+        stack.callback(gc.set_threshold, young, middle, full)
+        gc.set_threshold(young, middle, 1 << 30)  # full collections would walk a compiler's nodes, which are in use
         yield rows
 
 
