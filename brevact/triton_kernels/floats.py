@@ -91,10 +91,23 @@ def cut(x, UNIT: tl.constexpr):
 
 
 @triton.jit
-def stretch(x):
-    """See `reference.stretched`."""
-    near = tl.minimum(tl.maximum(x, -_FAR), _FAR)
-    return x + tl.div_rn(near, tl.abs(near) + _BEND) * _STRETCH
+def stretch(x, MAY_BE_FAR: tl.constexpr = True):
+    """See `reference.stretched`; zeros lose their sign. Unless MAY_BE_FAR, |x| is at most FAR.
+
+    The quotient is the nearest float32 for every x, without a branch, which `div_rn` has: an inverse that is off by a
+    few units in the last place takes a step of Newton's method, and the quotient by it is corrected.
+    """
+    near = tl.minimum(tl.maximum(x, -_FAR), _FAR) if MAY_BE_FAR else x
+    divisor = tl.abs(near) + _BEND
+    if _INTERPRETED:  # which rounds products in `fma`
+        quotient = tl.div_rn(near, divisor)
+    else:
+        root = tl.rsqrt(divisor)  # one instruction, which the inverse is not
+        inverse = root * root
+        inverse = tl.fma(tl.fma(-divisor, inverse, 1.0), inverse, inverse)
+        quotient = near * inverse
+        quotient = tl.fma(tl.fma(-divisor, quotient, near), inverse, quotient)
+    return x + quotient * _STRETCH
 
 
 @triton.jit

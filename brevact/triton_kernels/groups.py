@@ -51,12 +51,6 @@ def finite_keys(x, valid):
 
 
 @triton.jit
-def zero_part(x, valid):
-    """Integers that go into the least of a group, which is 0 where one of its elements is: no zero is below 1."""
-    return tl.where(valid, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-
-
-@triton.jit
 def _aligned(low, high, levels):
     """Code of zero, and scale, of grids with a level at zero; see `reference.aligned`."""
     UNIT: tl.constexpr = 1 << 8

@@ -74,7 +74,7 @@ def near_of(dtype):
 
 
 @triton.jit
-def _runs_before(start, offset, size):
+def runs_before(start, offset, size):
     """(start + offset) // size, 0 <= start < size and offset (int32) at most 2^14, and the rest of the last run.
 
     By one multiplication: M = ceil(2^31 / size) is off by less than 1, so x * M / 2^31 by less than 2^-15 for x < 2^16.
@@ -92,7 +92,7 @@ def _runs_before(start, offset, size):
 def _group_in_row(first, runs, span, run):
     """(first % span // run + runs) % (span // run): the groups of a row begin again."""
     groups, start = span // run, (first % span // run).to(tl.int32)
-    wraps, _ = _runs_before(start, runs, groups)
+    wraps, _ = runs_before(start, runs, groups)
     return start + runs - wraps * groups.to(tl.int32)
 
 
@@ -138,16 +138,16 @@ def load_statistics_of_plane(
             offset += tl.arange(0, column.shape[1] // NEAR)[None, :] * NEAR
         index, other, is_other, start = offset * 0, offset * 0, False, first * 0
         if PLACE // 2 % 2 == 1:
-            runs, left = _runs_before(first % run, offset, run)
+            runs, left = runs_before(first % run, offset, run)
             index = _group_in_row(first, runs, span, run)
             if PLACE // 64 % 2 == 1:
                 other = _group_in_row(first, runs + 1, span, run)
         if PLACE % 2 == 1:
             start = first // outer * places
-            rows, left_of_row = _runs_before(first % outer, offset, outer)
+            rows, left_of_row = runs_before(first % outer, offset, outer)
             index += rows * places
             if PLACE // 64 % 2 == 1:
-                last_row, _ = _runs_before(first % outer, offset + (NEAR - 1), outer)
+                last_row, _ = runs_before(first % outer, offset + (NEAR - 1), outer)
                 other += last_row * places
         if PLACE // 64 % 2 == 1:
             if PLACE // 2 % 2 == 0:
@@ -169,14 +169,16 @@ def normalize_elements(x, norm, mean, factor):
 
 
 @triton.jit
-def normalize_planes(planes, norm, tile, BLOCK: tl.constexpr, PLACE: tl.constexpr, RAGGED: tl.constexpr):
+def normalize_planes(
+    planes, norm, tile, BLOCK: tl.constexpr, PLACE: tl.constexpr, RAGGED: tl.constexpr, MAY_BE_FAR: tl.constexpr = True
+):  # fmt: skip
     """Normalized elements, or, without a place, stretched ones."""
     NEAR: tl.constexpr = near_of(planes[0].dtype)
     normalized = ()
     for i in tl.static_range(8):
         x, valid = widen(planes[i]), element_mask(i, tile, RAGGED)
         if PLACE < 0:
-            normalized += (stretch(x),)
+            normalized += (stretch(x, MAY_BE_FAR),)
         else:
             mean, factor = load_statistics_of_plane(norm, tile, i, valid, BLOCK, PLACE, RAGGED, NEAR)
             normalized += (normalize_elements(x, norm, mean, factor),)

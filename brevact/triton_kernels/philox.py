@@ -11,23 +11,17 @@ _KEY_STEP_0, _KEY_STEP_1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
 
 
 @triton.jit
-def column_words(columns, seed):
-    """philox4x32((c lo, c hi, 0, 0), seed, ROUNDS): the words of `tl.philox` by one 64-bit product, not two."""
-    return _philox(columns, tl.zeros_like(columns.to(tl.uint32)), seed)
-
-
-@triton.jit
 def shifts(groups, seed):
     """By how many steps the levels of groups are shifted where they are; see `reference.shifts`."""
-    word = _philox(groups, tl.zeros_like(groups.to(tl.uint32)) + 1, seed)[0]
+    word = _philox(groups, 1, seed)[0]
     return (word >> 8).to(tl.int32).to(tl.float32) * (2.0**-24) - 0.5
 
 
 @triton.jit
-def _philox(index, c2, seed):
-    """The four words of counter (index lo, index hi, c2, 0)."""
+def _philox(index, third: tl.constexpr, seed):
+    """philox4x32((index lo, index hi, third, 0), seed, ROUNDS): as `tl.philox`, by one 64-bit product, not two."""
     c0, c1 = index.to(tl.uint32), (index >> 32).to(tl.uint32)
-    c3 = tl.zeros_like(c0)
+    c2, c3 = tl.zeros_like(c0) + third, tl.zeros_like(c0)
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     for _ in tl.static_range(ROUNDS):
         product0, product1 = c0.to(tl.uint64) * _MULTIPLIER_0, c2.to(tl.uint64) * _MULTIPLIER_1
@@ -40,12 +34,13 @@ def _philox(index, c2, seed):
 
 @triton.jit
 def element_bits(words, i: tl.constexpr):
-    """The 16 random bits of a column's element i, as int32."""
+    """The 16 random bits of a column's element i, as int32.
+
+    Grids have one dimension. Compilers do not know that: they keep the mask in a register, and mask and set other bits
+    by one instruction, which takes one constant.
+    """
     word = words[i % 4]
-    if i < 4:
-        bits = word & 0xFFFF
-    else:
-        bits = word >> 16
+    bits = word & (0xFFFF + tl.program_id(1)).to(tl.uint32) if i < 4 else word >> 16
     return bits.to(tl.int32)
 
 
@@ -59,7 +54,7 @@ def seed_words(tile, seed_ptr, BLOCK: tl.constexpr, STOCHASTIC: tl.constexpr):
     first, row, column, _, _ = tile
     if STOCHASTIC:
         seed = tl.load(seed_ptr + (row * 0 + column * 0))
-        words = column_words(first // 8 + (row * (BLOCK // 8) + column), seed)
+        words = _philox(first // 8 + (row * (BLOCK // 8) + column), 0, seed)
     else:
         words = (0, 0, 0, 0)
     return words

@@ -12,11 +12,11 @@ import triton.language as tl
 from brevact.geometry import Place, Segments, UniformPlan
 from brevact.triton_kernels.floats import cast, maximum, minimum, shrink, widen
 from brevact.triton_kernels.launch import Program, over_blocks, parts_of
-from brevact.triton_kernels.normalize import LARGEST_RUN
+from brevact.triton_kernels.normalize import LARGEST_RUN, runs_before
 from brevact.triton_kernels.tiles import element_mask, load_bytes, plane_of, tile, unpack_code
 from brevact.triton_kernels.uniform import load_grid, value_of
 
-LEVELS_TILE = 1024
+LEVELS_TILE = 512
 """Entries of a table that a program writes."""
 _ROUNDINGS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -57,16 +57,16 @@ def map_levels_kernel(
 
 
 @triton.jit
-def _segment_of(first, offset, inner, run, slots, SLOTS: tl.constexpr):
-    """Segment of element first (int64) + offset (int32), see `geometry.Segments`; SLOTS: whether it has several."""
-    into = (first % inner).to(tl.uint32)
-    beyond = (into + offset.to(tl.uint32)) // inner.to(tl.uint32)  # runs of groups after the first one
-    segment = (first // inner + beyond) * slots
+def _segment_of(first, offset, place, inner, run, slots, SLOTS: tl.constexpr):
+    """Segment of element first (int64) + place (int32), see `geometry.Segments`, from the first of that of `first`'s
+    group; `offset` is another place in the same run of its group. SLOTS: whether groups have several segments."""
+    into = first % inner
+    groups, _ = runs_before(into, offset, inner)
+    segment = groups * slots
     if SLOTS:
-        start = first - into  # of the first one
-        within, width = (start % run).to(tl.uint32), run.to(tl.uint32)
-        slot = (within + into + offset.to(tl.uint32)) // width - (within + beyond * inner.to(tl.uint32)) // width
-        segment += slot.to(tl.int32)
+        runs, _ = runs_before(first % run, place, run)
+        before, _ = runs_before(first % run, tl.maximum(groups * inner - into, 0).to(tl.int32), run)
+        segment += runs - tl.where(groups > 0, before, ((first - into) // run - first // run).to(tl.int32))
     return segment
 
 
@@ -76,20 +76,22 @@ def look_up_kernel(
     BIT_WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS_2: tl.constexpr,
     SLOTS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Look up, and multiply by `other` unless that is None. ALIGNED: a whole block's plane is in one segment."""
+    """Look up, and multiply by `other` unless that is None. ALIGNED: a row of a whole block's plane is in one group, 1,
+    or in one segment, 2."""
     for RAGGED in tl.static_range(ROWS == 0, 2):
         at = tile(numel, BLOCK, ROWS, COLUMNS_2, RAGGED, IN_INT64=True)
         first, row, column, stride, limit = at
         if limit > 0:
             packed = load_bytes(codes_ptr, at, BLOCK, BIT_WIDTH, RAGGED)
+            row_ptr = rows_ptr + ((first // inner * slots) << BIT_WIDTH)
             for i in tl.static_range(8):
                 valid = element_mask(i, at, RAGGED)
                 offset = row * BLOCK + i * stride
-                if RAGGED or not ALIGNED:
-                    offset += column
-                segment = _segment_of(first, offset, inner, run, slots, SLOTS)
+                place = offset if ALIGNED > 1 and not RAGGED else offset + column
+                offset = offset if ALIGNED and not RAGGED else place
+                segment = _segment_of(first, offset, place, inner, run, slots, SLOTS)
                 q = unpack_code(packed, i, BIT_WIDTH).to(tl.int32)
-                y = tl.load(rows_ptr + ((segment << BIT_WIDTH) + q), mask=valid, other=0.0)
+                y = tl.load(row_ptr + ((segment << BIT_WIDTH) + q), mask=valid, other=0.0)
                 if other_ptr is not None:
                     y = y * widen(tl.load(plane_of(other_ptr, i, at, BLOCK), mask=valid))
                 tl.store(plane_of(target_ptr, i, at, BLOCK), cast(y, target_ptr.dtype.element_ty), mask=valid)
@@ -136,6 +138,6 @@ def _looking_up(plan: UniformPlan, segments: Segments, itemsize: int) -> Program
     if max(segments.inner, run) > LARGEST_RUN:
         return None
     columns = geometry.block_size // 8
-    aligned = segments.inner % columns == 0 and run % columns == 0
+    aligned = (segments.inner % columns == 0) * (2 - (run % columns > 0))
     values: dict[str, Any] = {"inner": segments.inner, "run": run, "slots": segments.slots, "SLOTS": segments.slots > 1}
     return over_blocks(look_up_kernel, geometry, itemsize, ALIGNED=aligned, **values, **parts_of(plan))

@@ -65,9 +65,9 @@ def is_uneven(x, valid):
 @triton.jit
 def may_be_uneven(
     planes, low_key, high_key, start: tl.constexpr, stop: tl.constexpr,
-    GROUPS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr,
+    GROUPS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """[GROUPS] false only for finite groups, narrower than 2^126, that are not uneven, and which groups have zeros.
+    """[GROUPS] false only for groups within +-MOST, 2^125 or less, that are not uneven, and which groups have zeros.
 
     A group is not if elements are nearer to the centres of both halves of the range than a quarter of it, and if more
     than a fifth of its elements that are not 0 are larger than an eighth of the largest. Margins cover rounding.
@@ -105,7 +105,7 @@ def may_be_uneven(
         is_common = large * 5 > tl.sum(tl.reshape(nonzero, (GROUPS, LANES)), axis=1)
     within = maximum(lower, upper) < quarter - largest * _MARGIN
     is_common = within & is_common & (largest > _SMALL)
-    return has_missing(low_key, high_key) | ((high > low) & ~is_common) | (high - low >= _LARGEST_NEAR), zero
+    return has_missing(low_key, high_key) | ((high > low) & ~is_common) | (largest >= MOST), zero
 
 
 @triton.jit

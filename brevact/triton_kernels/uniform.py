@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton import next_power_of_2
 
-from brevact.geometry import DEFAULT_BLOCK, Place, UniformPlan
+from brevact.geometry import DEFAULT_BLOCK, FAR, Place, UniformPlan
 from brevact.triton_kernels.floats import (
     MAGIC,
     cast,
@@ -38,7 +38,6 @@ from brevact.triton_kernels.groups import (
     is_flagged,
     shifted_minimum,
     store_metadata,
-    zero_part,
 )
 from brevact.triton_kernels.launch import Program, over_blocks, parts_of, seed_on
 from brevact.triton_kernels.normalize import (
@@ -183,8 +182,8 @@ _UNEVEN_TILE = tl.constexpr(2048)
 """Elements of whole blocks that are quantized at a time where a bucket may be uneven."""
 _LEAST_SPREAD, _MOST_ALIKE = tl.constexpr(8192), tl.constexpr(6)
 """See `reference.spreads`."""
-_LARGEST_SHIFT = tl.constexpr(0.5 - 2.0**-15)
-"""Shifts beyond it, one in 2^14, are left to the code for rare groups."""
+_LARGEST_SHIFT, _LARGEST, _FAR = tl.constexpr(0.5 - 2.0**-15), tl.constexpr(2.0**125), tl.constexpr(FAR)
+"""Shifts beyond the first, one in 2^14, elements beyond the second, stretched ones beyond the third: rare groups."""
 
 
 @triton.jit
@@ -245,11 +244,7 @@ def _closest_shifted(t, shift, magic, BIT_WIDTH: tl.constexpr, CLAMPED: tl.const
 
 @triton.jit
 def _codes(t, words, i: tl.constexpr, BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr):
-    if STOCHASTIC:
-        q = round_stochastic(t, element_bits(words, i), BIT_WIDTH)
-    else:
-        q = nearest_int(t)
-    return q
+    return round_stochastic(t, element_bits(words, i), BIT_WIDTH) if STOCHASTIC else nearest_int(t)
 
 
 @triton.jit
@@ -279,16 +274,17 @@ def quantize_whole_blocks(
     LANES: tl.constexpr = min(INNER, W)  # elements of one of these planes that are in one group
     GROUPS: tl.constexpr = ROWS * W // LANES  # in PLANES planes
     NEAR: tl.constexpr = min(LANES, 8)
+    MOST: tl.constexpr = _FAR if PLACE < 0 else _LARGEST
     codes_ptr, scale_ptr, minimum_ptr = stored
     first, _, _, _, rows = at
     planes = load_planes(x_ptr, at, BLOCK, RAGGED=False)
     if PLACE:
-        planes = normalize_planes(planes, norm, at, BLOCK, PLACE, RAGGED=False)
+        planes = normalize_planes(planes, norm, at, BLOCK, PLACE, False, MAY_BE_FAR=False)
     q_row, q_column = tl.arange(0, GROUPS) * LANES // W, tl.arange(0, GROUPS) * LANES % W  # a group's first element
     codes, uneven_Q = (), tl.zeros((GROUPS,), tl.int32)
     for start in tl.static_range(0, 8, PLANES):
         low_Q, high_Q = _range_of_planes(planes, start, start + PLANES, GROUPS, LANES)
-        may_Q, zero_Q = may_be_uneven(planes, low_Q, high_Q, start, start + PLANES, GROUPS, LANES, ROWS, W)
+        may_Q, zero_Q = may_be_uneven(planes, low_Q, high_Q, start, start + PLANES, GROUPS, LANES, ROWS, W, MOST)
         uneven_Q |= may_Q.to(tl.int32)
         base_Q, scale_Q, inverse_Q = calibrate(low_Q, high_Q, has_missing(low_Q, high_Q), zero_Q, BIT_WIDTH)
         group = first // INNER + (q_row * BLOCK + start * W + q_column) // INNER
@@ -368,7 +364,7 @@ def quantize_blocks(
         x_GI = normalize_elements(x_GI, norm, mean, factor)
     low_GI, high_GI = finite_keys(x_GI, valid)
     missing_G = tl.max((valid & ~is_finite(x_GI)).to(tl.int32), axis=1) > 0
-    zero_G = tl.min(zero_part(x_GI, valid), axis=1) == 0
+    zero_G = tl.max((valid & (x_GI == 0.0)).to(tl.int32), axis=1) > 0
     low_G, high_G = tl.min(low_GI, axis=1), tl.max(high_GI, axis=1)
     base_G, scale_G, inverse_G = calibrate(low_G, high_G, missing_G, zero_G, BIT_WIDTH)
     group = tl.arange(0, GROUPS_2)
@@ -479,12 +475,10 @@ def _quantizing(plan: UniformPlan, itemsize: int, stochastic: bool, place: Place
         "INNER_2": next_power_of_2(geometry.inner),
     }
     constants |= parts_of(plan) | values_of(place, geometry, plan.stretched)
-    registers, is_default = None, geometry.block_size == DEFAULT_BLOCK
-    is_few = plan.uneven and itemsize == 2 and geometry.bit_width >= 4 and not plan.stretched
-    if is_default and is_few and geometry.inner == DEFAULT_BLOCK:
-        registers = FEW_REGISTERS
-    elif is_default:
-        registers = MOST_REGISTERS
+    registers = None
+    if geometry.block_size == DEFAULT_BLOCK:
+        is_few = plan.uneven and itemsize == 2 and geometry.bit_width >= 4 and geometry.inner == DEFAULT_BLOCK
+        registers = FEW_REGISTERS if is_few else MOST_REGISTERS
     return over_blocks(quantize_kernel, geometry, itemsize, plan.uneven, registers=registers, **constants)
 
 

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import interpreter
 
 from brevact import triton_kernels
 from brevact.geometry import Geometry, Place
 from brevact.quantizers import Layout, Rounding, UniformQuantizer, reference, uneven
 from brevact.quantizers.reference import column_bits
+from brevact.triton_kernels import floats
 from brevact.triton_kernels.groups import group_of
 from brevact.triton_kernels.normalize import load_statistics_of_plane, values_of
 from brevact.triton_kernels.uniform import dequantize_whole_blocks, quantize_whole_blocks
 from tests.crosses import taking_turns
 from tests.quantizers.kernel_laws import *  # noqa: F403
 from tests.quantizers.kernel_laws import Backend, check_kernel_op
+from tests.quantizers.same_values import assert_same_values
 
 BLOCK = 512
+EVERY_16_BITS = torch.arange(1 << 16).to(torch.int16)
 _filled = Backend(triton_kernels).filled
 
 
@@ -46,6 +51,44 @@ def test_groups_of_elements_far_into_a_tensor(first: int, inner: int, groups: in
     found = torch.empty(512, dtype=torch.int64)
     _groups_far_away_kernel[(1,)](*(torch.tensor(each) for each in (first, inner, groups)), found)
     assert torch.equal(found, (first + torch.arange(512)) // inner % groups)
+
+
+@triton.jit
+def _stretch_kernel(x_ptr, y_ptr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(y_ptr + at, floats.stretch(tl.load(x_ptr + at)))
+
+
+def _fused(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
+    """x y + z, float32, rounded once: from a float64 sum whose last bit is set where it is not exact."""
+    product = x.astype(np.float64) * y
+    total = product + z
+    back = total - product
+    rest = (product - (total - back)) + (z - back)
+    towards = np.nextafter(total, np.copysign(np.inf, rest))
+    return np.where((rest != 0) & (total.view(np.int64) % 2 == 0), towards, total).astype(np.float32)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("error", [0.0, 2.0**-21, -(2.0**-21)])
+@pytest.mark.parametrize(
+    "x",
+    [
+        pytest.param(EVERY_16_BITS.view(torch.bfloat16), id="bfloat16"),
+        pytest.param(EVERY_16_BITS.view(torch.float16), id="float16"),
+        pytest.param(torch.linspace(-2e4, 2e4, 1 << 16), id="float32"),
+    ],
+)
+def test_compiled_stretching_is_the_references_for_any_close_root(x, error, monkeypatch: pytest.MonkeyPatch):
+    """GPUs' root has a relative error of 2^-22.9 or less, and their `fma` rounds once."""
+    builder = interpreter.InterpreterBuilder
+    root, of = builder.create_rsqrt, interpreter.TensorHandle
+    monkeypatch.setattr(floats, "_INTERPRETED", False)
+    monkeypatch.setattr(builder, "create_rsqrt", lambda own, x: of(root(own, x).data * np.float32(1 + error), x.dtype))
+    monkeypatch.setattr(builder, "create_fma", lambda own, x, y, z: of(_fused(x.data, y.data, z.data), x.dtype))
+    y = torch.empty(len(x))
+    _stretch_kernel[(1,)](x.float(), y, len(x))
+    assert_same_values(y + 0.0, reference.stretched(x.float()) + 0.0)  # without the sign of zeros
 
 
 @triton.jit
