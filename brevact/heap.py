@@ -25,12 +25,10 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-SMALLEST_MAPPED, MOST_KEPT = 32 << 20, 128 << 20
+SMALLEST_MAPPED, MOST_KEPT, LARGE_PAGE = 32 << 20, 128 << 20, 2 << 20
 LOOKED_AFTER, MOST_UNSEEN = 4 << 20, 16 << 20  # elements packed or decoded between two checks
-MOST_FREE = 96 << 20  # bytes that may be free and resident above the highest use so far
-FEW_FREE = 16 << 20  # bytes that a check leaves to the next one, at least
+MOST_FREE, FEW_FREE = 96 << 20, 16 << 20  # free and resident above the highest use so far; left to the next check
 MORE_RETURNED = 32 << 20  # on top of the excess, or the next check would find excess again
-LARGE_PAGE = 2 << 20
 MADV_DONTNEED, MADV_HUGEPAGE, _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = 4, 14, -1, -3  # of <sys/mman.h> and <malloc.h>
 _log = logging.getLogger("brevact")
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
@@ -57,7 +55,7 @@ class Heap:
         maps = Path("/proc/self/maps").read_text()
         self.start = int(re.search(r"^(\w+)-.*\[heap\]$", maps, re.M)[1], 16)  # type: ignore[index]
         self.beside = self.resident() - self.in_use()  # resident memory outside malloc, such as Python's objects
-        self.most_in_use = 0
+        self.most = self.highest = 0  # bytes that may be resident, and that were
 
     def resident(self) -> int:
         with open("/proc/self/statm", "rb", buffering=0) as statm:  # reopened: threads and forks must not share a file
@@ -69,15 +67,17 @@ class Heap:
 
     def look(self) -> int:
         """Return excess memory to the system; return the bytes by which the process may grow until the next check."""
-        in_use, resident = self.in_use(), self.resident()
-        self.most_in_use = max(self.most_in_use, in_use)
-        most = self.beside + self.most_in_use + MOST_FREE
-        if resident > most:
-            self.return_gaps(most - MORE_RETURNED)
-            if self.resident() > most - FEW_FREE:  # large blocks held too little
+        resident = self.resident()
+        if resident > min(self.most, self.highest):  # in_use walks all free blocks
+            self.highest = max(self.highest, resident)
+            self.most = max(self.most, self.beside + self.in_use() + MOST_FREE)
+        if resident > self.most:
+            self.return_gaps(self.most - MORE_RETURNED)
+            if self.resident() > self.most - FEW_FREE:  # large blocks held too little
                 self.libc.malloc_trim(0)
-                self.beside = max(self.beside, self.resident() - self.in_use() - FEW_FREE)
-        return most - resident
+                grown = max(0, self.resident() - self.in_use() - FEW_FREE - self.beside)
+                self.beside, self.most = self.beside + grown, self.most + grown
+        return self.most - resident
 
     def return_gaps(self, enough: int) -> None:
         """Return free blocks to the system, largest first, until at most `enough` bytes are resident."""
@@ -92,9 +92,9 @@ class Heap:
                 block = libc.malloc(size)
                 if block and self.start <= block <= end - size:
                     taken.append(block)
-                    continue
-                libc.free(block)  # mapped separately, or heap grown: no free block is this large
-                size -= size // 8
+                else:
+                    libc.free(block)  # mapped separately, or heap grown: no free block is this large
+                    size -= size // 8
             for block in taken:
                 if self.resident() <= enough:
                     break
@@ -117,11 +117,8 @@ class Tuning:
     heap: Heap | None = None
 
 
-def count(numel: int) -> None:
-    """Count elements that are packed, decoded or recomputed; check the process every `Tuning.next_look` of them."""
-    Tuning.passed += numel
-    if Tuning.passed < Tuning.next_look:
-        return
+def look() -> None:
+    """Check the process, now that `Tuning.next_look` elements were packed, decoded or recomputed."""
     Tuning.passed = 0
     if Tuning.heap is not None and Tuning.is_on:
         try:

@@ -18,7 +18,7 @@ from brevact.autograd.region.settings import BackwardSettings, bits_of
 from brevact.compiler.aten import Use
 from brevact.compiler.dependence import Saved
 from brevact.compiler.joint_graph import JointGraph
-from brevact.compiler.nodes import is_mask, numel_of, value_of
+from brevact.compiler.nodes import is_mask, numel_of
 from brevact.compiler.norms import statistics_of
 from brevact.quantizers import UniformQuantizer
 from brevact.quantizers.formats.uniform import BIT_WIDTHS
@@ -86,7 +86,7 @@ def costs(joint: JointGraph, width: int | None = None) -> Iterator[tuple[fx.Node
     """Saved tensors, their bytes, and a figure for their noise: variances in units of squared ranges."""
     for node in joint.saved:
         saved: Any = joint.uses.get(node)
-        if value_of(node) is None or node.op == "placeholder":
+        if not joint.adds(node):
             continue
         if joint.is_lossy(saved):
             bits, size = bits_of(quantizer_of(joint, saved, width)), numel_of(node)

@@ -54,7 +54,8 @@ class Saved:
 
     @property
     def text(self) -> str:
-        return self.use.name.lower() + " deep" * self.is_deep
+        found = self.use.name.lower() + " deep" * self.is_deep
+        return f"{found}: {packet_of(self.exact[0][0])} reads it" if self.exact else found
 
 
 class Dependence:

@@ -29,9 +29,11 @@ from brevact.private_names.of_compiler import (
     autograd_function_apply,
     backends,
     compile_fx,
+    functorch_config,
     get_hash_for_files,
     inductor_config,
     lookup_backend,
+    nop,
     partitioners,
     select_decomp_table,
 )
@@ -51,7 +53,9 @@ class _Current(threading.local):
     partitioner: Any = None  # that partitions a joint graph
     texts: frozenset[str] = frozenset()  # settings of the graph that is compiled
     rows: list[Row] | None = None
-    inputs: Sequence[_Input] = ()  # of Dynamo's graph
+    inputs: Sequence[_Input] = ()
+    is_partitioned: bool = False
+    is_planned: bool = False  # partitioned, and not compiled
     budget: tuple[str, float] | None = None  # of compilers that are not Inductor
 
 
@@ -93,10 +97,13 @@ class Partitioner(CustomPartitionerFn):
 
 
 @contextmanager
-def packing(graph: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[list[Row]]:
+def packing(graph: fx.GraphModule) -> Iterator[list[Row] | None]:
     """Pack the saved tensors of a Dynamo graph that is compiled in this block, if its nodes are marked.
 
-    The list gets a row for each tensor that is saved, unless the compiler has the graph in its cache.
+    The list, None without marks, gets a row for each tensor that is saved, unless the graph is in the compiler's cache.
+
+    Raises:
+        ValueError: the compiler has no partitioner, which packs.
     """
     texts, last = set(), FULL_PRECISION
     _unmark_recomputed(graph)
@@ -111,16 +118,24 @@ def packing(graph: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[list[Row]]
                 bodies = (getattr(each.owning_module, x.target) for x in node.all_input_nodes if x.op == "get_attr")
                 for inner in (inner for body in bodies for inner in body.graph.nodes if mark_of(inner) is None):
                     inner.meta["custom"] = {**inner.meta.get("custom", {}), MARK: _exact(last)}
-    rows: list[Row] = []
     if not texts:
-        yield rows
+        yield None
         return
-    known = [
-        _Input(isinstance(x, nn.Parameter), isinstance(x, Tensor) and x.requires_grad and not x.is_leaf) for x in inputs
-    ]
-    of_graph = _with(texts=frozenset(texts), rows=rows, inputs=known)
+    of_graph = _with(texts=frozenset(texts), rows=(rows := []), is_partitioned=False)
     with of_graph, inductor_config.patch(custom_partitioner_fn=Partitioner()):
         yield rows
+        if not _current.is_partitioned:
+            raise ValueError(
+                'backend: it has no partitioner, which packs saved tensors; accepted are "inductor", "aot_eager" and '
+                "others that compile by AOTAutograd. Without packing, call brevact.restore_backward(model)"
+            )
+
+
+def rows_of(compiler: Callable[..., Any], graph: fx.GraphModule, inputs: Sequence[Any]) -> list[Row]:
+    """Rows of a graph that the compiler had in its cache: it is partitioned again, and not compiled."""
+    with functorch_config.patch(enable_autograd_cache=False), _with(is_planned=True), packing(graph) as rows:
+        compiler(graph, inputs)
+    return rows or []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,13 +232,22 @@ _make = backends.aot_module_simplified
 
 
 @functools.wraps(_make)
-def _make_packed(*args: Any, **options: Any) -> Any:
-    if _current.texts and options.get("partition_fn") is not compile_fx.partition_fn:
+def _make_packed(mod: Any, args: Sequence[Any], *others: Any, **options: Any) -> Any:
+    if not _current.texts:
+        return _make(mod, args, *others, **options)
+    _current.is_partitioned = True
+    if _current.is_planned:
+        options |= dict.fromkeys(("fw_compiler", "bw_compiler", "inference_compiler"), nop)
+    if options.get("partition_fn") is not compile_fx.partition_fn:
         options["partition_fn"] = Partitioner(_current.budget)
         if not _is_exact():  # the table is of ops that Inductor decomposes
             table = {op: of for op, of in select_decomp_table().items() if op not in _NOT_ON_CPU}
             options["decompositions"] = {**table, **(options.get("decompositions") or {})}
-    return _make(*args, **options)
+    known = [  # parts of a Dynamo graph, such as DDP's buckets, have inputs of their own
+        _Input(isinstance(x, nn.Parameter), isinstance(x, Tensor) and x.requires_grad and not x.is_leaf) for x in args
+    ]
+    with _with(inputs=known):
+        return _make(mod, args, *others, **options)
 
 
 backends.aot_module_simplified = _make_packed
@@ -236,10 +260,11 @@ def _choose_packed(joint_graph: fx.Graph, node_info: Any, memory_budget: float =
     if partitioner is None or not _current.texts:
         return _choose(joint_graph, node_info, memory_budget)
     kind, size = partitioner.budget or ("part", memory_budget)
+    marks = _Marks(joint_graph, 0 if kind == "part" else WIDTHS[0])
     if kind == "ratio":
-        plain = sum(nbytes_of(node) for node in _choose(joint_graph, node_info, 1.0) if node.op != "placeholder")
-        kind, size = "bytes", plain / size
-    marks = _Marks(joint_graph, WIDTHS[0] if kind == "bytes" else 0)
+        saved = _choose(joint_graph, node_info, 1.0)
+        plain = JointGraph(joint_graph, saved, partitioner.signature, marks.settings_of)
+        kind, size = "bytes", sum(map(nbytes_of, filter(plain.adds, saved))) / size
     with recomputing(joint_graph, marks.settings_of, is_exact=_is_exact()):
         saved, widths = _saved(kind, size, joint_graph, node_info, partitioner.signature, marks)
     joint = JointGraph(joint_graph, saved, partitioner.signature, marks.settings_of, widths)

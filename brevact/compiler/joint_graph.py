@@ -74,6 +74,10 @@ class JointGraph:
         self.changes = 0
         self.analysed: tuple[int, list[fx.Node]] | None = None
 
+    def adds(self, node: fx.Node) -> bool:
+        """Whether a saved node is a tensor that nobody else need hold."""
+        return value_of(node) is not None and (node.op != "placeholder" or node in self.inputs)
+
     def of_backward(self) -> list[fx.Node]:
         results: Any = self.output.args[0]
         return [each for each in results[self.signature.outputs :] if isinstance(each, fx.Node)]

@@ -80,6 +80,8 @@ def pack(joint: JointGraph) -> tuple[list[fx.Node], list[Row]]:
                 quantizer = quantizer.with_drawn_size(numel_of(node), seed_of_size() + packer.count)
             is_smooth = use.use is Use.SMOOTH
             stored, bits = packer.activation(node, settings, quantizer, is_smooth=is_smooth), bits_of(quantizer)
+        elif is_marked and node.op == "placeholder" and joint.signature.channels_last and _is_image(value):
+            packer.image(node)
         kept.update(dict.fromkeys(stored))
         if value is not None and (node.op != "placeholder" or bits):
             rows.append(_row(node, "" if use is None else use.text, bits, *stored))
@@ -115,11 +117,22 @@ class _Packer:
 
     def placed(self, node: fx.Node, x: fx.Node) -> tuple[fx.Node, list[Any], list[Any]]:
         """The values ``x`` of a node in the memory order that the compiler gives it, its sizes and strides."""
-        if node not in self.images:
-            return x, *self.joint.layout_of(node)
+        return self.in_channels_last(x) if node in self.images else (x, *self.joint.layout_of(node))
+
+    def in_channels_last(self, x: fx.Node) -> tuple[fx.Node, list[Any], list[Any]]:
         with self.joint.mode:
-            stride = list(torch.empty_like(node.meta["val"], memory_format=torch.channels_last).stride())
-        return self.call(prims.inductor_force_stride_order.default, x, stride), list(shape_of(node)), stride
+            stride = list(torch.empty_like(x.meta["val"], memory_format=torch.channels_last).stride())
+        return self.call(prims.inductor_force_stride_order.default, x, stride), list(shape_of(x)), stride
+
+    def image(self, node: fx.Node) -> None:
+        """Let forward read a saved image or weight by a view: Inductor saves copies of others in channels_last."""
+        x, reader = node.meta["val"], min(node.users)
+        if not x.is_contiguous(memory_format=torch.channels_last):
+            with self.joint.graph.inserting_before(reader):
+                view = self.like(reader, self.call(aten.as_strided.default, node, list(x.shape), list(x.stride())))
+                reader.replace_input_with(node, view)
+            with self.insert_after(node):
+                self.decoded[node] = self.like(node, self.in_channels_last(node)[0])
 
     def mask(self, node: fx.Node) -> tuple[fx.Node, ...]:
         """Pack a mask; Inductor's vectors store and load bool on a CPU at a tenth of the speed of floats and bytes."""
@@ -205,10 +218,7 @@ def _images(graph: fx.Graph) -> dict[fx.Node, None]:
     """Contiguous tensors that convolutions read and return, and others of their sizes that are computed beside them."""
 
     def is_image(node: Any) -> bool:
-        value = value_of(node) if node.op == "call_function" else None
-        if value is None or value.dim() != 4 or not all(isinstance(size, int) for size in value.shape):
-            return False
-        return value.is_contiguous()
+        return node.op == "call_function" and _is_image(value_of(node))
 
     def near(node: fx.Node) -> Iterator[fx.Node]:
         others = (*node.users, *node.all_input_nodes)
@@ -216,6 +226,12 @@ def _images(graph: fx.Graph) -> dict[fx.Node, None]:
 
     layers = (node for node in graph.nodes if packet_of(node) is aten.convolution)
     return closure((each for node in layers for each in (node, node.args[0]) if is_image(each)), near)
+
+
+def _is_image(value: torch.Tensor | None) -> bool:
+    if value is None or value.dim() != 4 or not all(isinstance(size, int) for size in value.shape):
+        return False
+    return value.is_contiguous()
 
 
 def _symbols(*sizes: list[Any]) -> list[fx.Node]:

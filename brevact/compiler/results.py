@@ -13,6 +13,7 @@ from brevact.autograd.region.running import active
 from brevact.autograd.saving import storage_report
 from brevact.private_names.of_torch import (
     COMPILED,
+    DYNAMO,
     function_stack_at,
     len_function_stack,
     pop_function_mode,
@@ -40,32 +41,38 @@ def is_recomputed(translator: Any) -> bool:
 
 
 def watch_graph(graph: Any) -> None:
-    if not (graph.export or graph.compiler_fn is None or getattr(graph.compiler_fn, "is_brevact", False)):
-        graph.compiler_fn = _watched(graph.compiler_fn)
+    compiler = graph.compiler_fn
+    is_explained = getattr(compiler, "__module__", None) == DYNAMO  # by torch._dynamo.explain, which compiles nothing
+    if not (graph.export or compiler is None or is_explained or getattr(compiler, "is_brevact", False)):
+        graph.compiler_fn = _watched(compiler)
 
 
 def _watched(compiler: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(compiler)
     def compile_watched(graph: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
-        from brevact.compiler.graphs import packing  # it imports Inductor
+        from brevact.compiler.graphs import packing, rows_of  # it imports Inductor
 
-        with packing(graph, inputs) as rows:
+        with packing(graph) as rows:
             run = compiler(graph, inputs, **options)
-        if run is graph or getattr(run, "__self__", None) is graph:  # op by op: the region's mode sees each
-            return run
-        return _in_region(run, rows)
+
+        def run_told(*values: Any) -> Any:
+            if storage_report.recorders and rows is not None:
+                if not rows:
+                    rows.extend(rows_of(compiler, graph, values))
+                storage_report.report_graph(rows)
+            return run(*values)
+
+        return _in_region(run, run_told)
 
     compile_watched.is_brevact = True  # type: ignore[attr-defined]
     return compile_watched
 
 
-def _in_region(run: Callable[..., Any], rows: list[Any]) -> Callable[..., Any]:
+def _in_region(graph: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
     """Run a graph, which packs its tensors, without the mode and hooks around; regions inside are outermost ones."""
-    is_of_autograd = (getattr(run, "__module__", None) or "").startswith(COMPILED)
+    is_of_autograd = (getattr(graph, "__module__", None) or "").startswith(COMPILED)
 
     def run_in_region(*inputs: Any) -> Any:
-        if storage_report.recorders:
-            storage_report.report_graph(rows)
         regions, depth = active.regions, len_function_stack()
         region = regions[-1] if regions and is_of_autograd and depth else None
         if region is None or function_stack_at(depth - 1) is not region.mode:  # another mode is above

@@ -260,7 +260,7 @@ def fake_quantize_backward_blocks(words_at, start, stop):
         elif of_residuals:
             bytes_to_codes(advance(u8_at(load(words, CODES)), first // 8 * bit_width), columns, bit_width, codes)
             bytes_to_codes(advance(u8_at(load(words, RESIDUAL)), first // 8 * width), columns, width, numbers)
-            look_up_row(numbers, count, width, row, steps)
+            look_up_row(numbers, count, row, steps)
             _of_residuals(g, codes, numbers, steps, scales, zero_points, count, lowest, spare, target, one, other)
             for e in range(count if learns else 0):
                 store(bits, e, np.uint8(load(numbers, e) != np.uint8(0)))

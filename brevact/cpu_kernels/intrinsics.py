@@ -1,8 +1,7 @@
 """Raw memory for Numba: typed pointers from addresses, and scratch on the stack.
 
 Array indexing in Numba handles negative indices, and arrays may overlap; both stop the vectoriser. A typed pointer has
-no negative indices, and stack scratch overlaps nothing. A loop of look-ups in a table becomes gathers, which take
-several times as long as x86's permutations of a register.
+no negative indices, and stack scratch overlaps nothing.
 
 Only the process that compiles kernels imports Numba. In others these functions are names, which nothing calls.
 """
@@ -148,53 +147,3 @@ def words(count: int):
         return result(pointer), codegen
 
     return load_words
-
-
-NONE = 1 << 62
-"""Lanes of processors without such permutations: more than any row of codes has."""
-
-
-def _lanes_of(context) -> int:
-    features = context.codegen().magic_tuple()[2].split(",")
-    return 16 if "+avx512f" in features else 8 if "+avx2" in features else NONE
-
-
-@intrinsic
-def lanes(typing_context):
-    """Codes that `look_up_lanes` looks up."""
-
-    def codegen(context, builder, signature, args):
-        return ir.Constant(ir.IntType(64), _lanes_of(context))
-
-    return types.int64(), codegen
-
-
-@intrinsic
-def look_up_lanes(typing_context, codes, row, out):
-    """out[j] = row[codes[j]] for the first `lanes()` codes, bytes below 16, of float32 values; none without lanes."""
-
-    def codegen(context, builder, signature, args):
-        codes, row, out = args
-        count = _lanes_of(context)
-        if count == NONE:
-            return context.get_dummy_value()
-        i8, i32 = ir.IntType(8), ir.IntType(32)
-        words, floats = ir.VectorType(i32, count), ir.VectorType(ir.FloatType(), count)
-        permutation = ir.FunctionType(floats, [floats, words])
-        name = "llvm.x86.avx512.permvar.sf.512" if count == 16 else "llvm.x86.avx2.permps"
-        permute = builder.module.declare_intrinsic(name, fnty=permutation)
-
-        def look_up(start):
-            pointer = builder.bitcast(builder.gep(row, [i32(start)]), floats.as_pointer())
-            return builder.call(permute, [builder.load(pointer, align=4), code])
-
-        pointer = builder.bitcast(codes, ir.VectorType(i8, count).as_pointer())
-        code = builder.zext(builder.load(pointer, align=1), words)
-        values = look_up(0)
-        if count == 8:  # permutations of 8 entries look at 3 bits
-            upper = builder.icmp_unsigned(">", code, ir.Constant(words, [7] * count))
-            values = builder.select(upper, look_up(8), values)
-        builder.store(values, builder.bitcast(out, floats.as_pointer()), align=4)
-        return context.get_dummy_value()
-
-    return types.void(codes, row, out), codegen

@@ -58,7 +58,7 @@ from brevact.cpu_kernels.uniform import (
 from brevact.geometry import Geometry, Grid, Segments
 
 REGISTER = 16
-"""Entries of a table that registers hold: those of codes of 4 bits."""
+"""Entries of the largest table: those of codes of 4 bits."""
 
 SEGMENT_INNER, SEGMENT_RUN, SLOTS = range(3)
 """First fields of the words of `geometry.Segments`."""
@@ -110,9 +110,7 @@ def look_up_blocks(codes, segments_at, rows, other, other_kind, target, table_at
     numel, bit_width, block, kind = load(table, NUMEL), load(table, BIT_WIDTH), load(table, BLOCK), load(table, KIND)
     inner, run, slots = load(words, SEGMENT_INNER), load(words, SEGMENT_RUN), load(words, SLOTS)
     size = np.int64(1) << bit_width
-    scratch, factors, register, q = f32_scratch(block), f32_scratch(block), f32_scratch(REGISTER), u8_scratch(block)
-    for k in range(REGISTER):
-        store(register, k, np.float32(0.0))
+    scratch, factors, q = f32_scratch(block), f32_scratch(block), u8_scratch(block)
     for index in range(start, stop):
         first = index * block
         count = min(block, numel - first)
@@ -124,11 +122,7 @@ def look_up_blocks(codes, segments_at, rows, other, other_kind, target, table_at
         left, run_left = inner - first % inner, run - first % run  # elements of the run of a group, and of statistics
         while e < count:
             row, step = advance(f32_at(rows), number * size), min(count - e, min(left, run_left))
-            if bit_width < 4:
-                for k in range(size):
-                    store(register, k, load(row, k))
-                row = register
-            look_up_row(advance(q, e), step, bit_width, row, advance(values, e))
+            look_up_row(advance(q, e), step, row, advance(values, e))
             e, left, run_left = e + step, left - step, run_left - step
             if run_left == 0:
                 number, run_left = number + 1, run

@@ -19,9 +19,7 @@ from brevact.cpu_kernels.intrinsics import (
     float64_of,
     inlined,
     kernel,
-    lanes,
     load,
-    look_up_lanes,
     store,
     u8_at,
     u8_scratch,
@@ -213,15 +211,9 @@ def _split(source, columns, bit_width, codes):
 
 
 @inlined
-def look_up_row(codes, count, bit_width, row, out):
-    """Write the entries of codes; the row has room for 16."""
-    e = 0
-    if bit_width <= 4 and count >= lanes():
-        while e < count:
-            e = min(e, count - lanes())  # the last codes are looked up with some that are known already
-            look_up_lanes(advance(codes, e), row, advance(out, e))
-            e += lanes()
-    for k in range(e, count):
+def look_up_row(codes, count, row, out):
+    """Write the entries of codes."""
+    for k in range(count):
         store(out, k, load(row, np.int64(load(codes, k))))
 
 

@@ -335,7 +335,7 @@ def _decode_group(q, count, m, s, limit, levels, table, values):
     top = np.float32((np.int64(1) << bit_width) - 1)
     if load(table, STRETCHED) != 0 or (load(table, UNEVEN) != 0 and is_flagged(s)):
         all_levels(m, s, limit, np.int64(1) << bit_width, levels, table)
-        look_up_row(q, count, bit_width, levels, values)
+        look_up_row(q, count, levels, values)
     elif not is_flagged(s) and abs(m) + s * top < np.float32(0.5) * limit:  # no value comes near the limit
         for e in range(count):
             store(values, e, m + s * np.float32(np.int32(load(q, e))))

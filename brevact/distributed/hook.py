@@ -102,11 +102,7 @@ _SEEDS = -(2**63), 2**63 - 1
 
 
 def quantized_hook(
-    quantizer: BackwardQuantizer,
-    *,
-    min_numel: int = 4096,
-    seed: int = 0,
-    **overrides: Any,
+    quantizer: BackwardQuantizer, *, min_numel: int = 4096, seed: int = 0, **overrides: Any
 ) -> QuantizedHook:
     """Return a communication hook for ``DistributedDataParallel`` that sends gradients as packed codes.
 

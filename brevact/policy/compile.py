@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -65,8 +66,6 @@ def compile(
         )
     wanted = _budget(budget)
     if isinstance(function, nn.Module):
-        if policy is not DEFAULT or attachment_of(function) is None:
-            quantize_backward(function, policy)
         packed: Callable[..., Any] = function
     else:
 
@@ -75,16 +74,19 @@ def compile(
             with backward_quant(policy):
                 return function(*args, **kwargs)
 
-    if wanted is None:
-        return torch.compile(packed, backend=backend, mode=mode, options=options, **others)
-    from brevact.compiler.graphs import Partitioner, with_budget  # it imports Inductor
-    from brevact.private_names.of_compiler import mode_options
+    if wanted is not None:
+        from brevact.compiler.graphs import Partitioner, with_budget  # it imports Inductor
+        from brevact.private_names.of_compiler import mode_options
 
-    if backend != "inductor":
-        return torch.compile(packed, backend=with_budget(backend, wanted), mode=mode, options=options, **others)
-    settings = mode_options(mode) if mode else {}
-    options = {**settings, **(options or {}), "custom_partitioner_fn": Partitioner(wanted)}
-    return torch.compile(packed, options=options, **others)
+        if backend == "inductor":
+            settings = mode_options(mode) if mode else {}
+            mode, options = None, {**settings, **(options or {}), "custom_partitioner_fn": Partitioner(wanted)}
+        else:
+            backend = with_budget(backend, wanted)
+    compiled = torch.compile(packed, backend=backend, mode=mode, options=options, **others)
+    if isinstance(function, nn.Module) and (policy is not DEFAULT or attachment_of(function) is None):
+        quantize_backward(function, policy)
+    return compiled
 
 
 def _budget(budget: Any) -> tuple[str, float] | None:
@@ -93,10 +95,11 @@ def _budget(budget: Any) -> tuple[str, float] | None:
         return None
     if isinstance(budget, int | float) and not isinstance(budget, bool) and 0 <= budget <= 1:
         return "part", float(budget)
-    found = budget_of(budget) if isinstance(budget, str) else None
-    for name, kind in (("ratio", "ratio"), ("saved_bytes", "bytes")):
-        if found and name in found:
-            return kind, float(found[name])
+    with suppress(ValueError):
+        found = budget_of(budget) if isinstance(budget, str) else None
+        for name, kind in (("ratio", "ratio"), ("saved_bytes", "bytes")):
+            if found and found.keys() == {name}:
+                return kind, float(found[name])
     raise ValueError(
         f'budget={brief(budget)}; accepted are a number from 0 to 1, a ratio such as "20x", bytes such as "512MiB", '
         "or None"

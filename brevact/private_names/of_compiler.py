@@ -22,6 +22,7 @@ get_hash_for_files = find("torch._inductor.custom_graph_pass.get_hash_for_files"
 inductor_config = find("torch._inductor.config")
 lookup_backend = find("torch._dynamo.backends.registry.lookup_backend")
 mode_options = find("torch._inductor.list_mode_options")
+nop = find("torch._functorch.compilers.nop")
 partitioners = find("torch._functorch.partitioners")
 select_decomp_table = find("torch._inductor.decomposition.select_decomp_table")
 detect_fake_mode = find("torch._guards.detect_fake_mode")

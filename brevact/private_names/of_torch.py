@@ -193,6 +193,8 @@ skip_code = find("torch._dynamo.eval_frame.skip_code")
 get_overridable_functions = find("torch._dynamo.variables.torch.get_overridable_functions")
 #: Prefix of the modules where torch.compile makes the functions that run its graphs.
 COMPILED = "torch._functorch."
+#: Module of `torch._dynamo.explain`, and of its compiler.
+DYNAMO = "torch._dynamo.eval_frame"
 #: Contexts that Dynamo knows, by their factory functions.
 contexts_in_graphs = find("torch._dynamo.variables.torch.supported_ctx_manager_classes")
 #: Dynamo's callback for functions called here: not None between the graphs of a compiled model.

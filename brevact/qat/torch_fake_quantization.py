@@ -171,6 +171,5 @@ def _replace(owner: Any, name: str, counterpart: Callable[..., Any]) -> None:
 
 
 when_imported(  # other releases run torchao's own ops, packed like any others
-    *FAKE_QUANTIZATION,
-    lambda: _replace(sys.modules[FAKE_QUANTIZATION[0]], FAKE_QUANTIZATION[1], fake_quantize_affine),
+    *FAKE_QUANTIZATION, lambda: _replace(sys.modules[FAKE_QUANTIZATION[0]], FAKE_QUANTIZATION[1], fake_quantize_affine)
 )

@@ -21,7 +21,7 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from brevact.heap import Tuning, count, tune_heap
+from brevact.heap import Tuning, look, tune_heap
 from brevact.private_names.of_torch import is_functional_tensor, is_functorch_tensor
 from brevact.quantizers.checks import check_bool
 from brevact.user_lines import warn
@@ -63,7 +63,9 @@ def run_by_kernels(reference: Callable[P, R]) -> KernelOp[P, R]:
             launch = getattr(kernels, name, None)
             if launch is not None and (result := launch(*args)) is not NotImplemented:
                 if first.is_cpu:
-                    count(first.numel() if last is None else max(first.numel(), last.numel()))
+                    Tuning.passed += first.numel() if last is None else max(first.numel(), last.numel())
+                    if Tuning.passed >= Tuning.next_look:
+                        look()
                 return result
         if first.is_meta and signature.return_annotation == "None":
             return None

@@ -329,12 +329,11 @@ def moments(flat: Tensor, geometry: Geometry, offset: Tensor, inverse: Tensor) -
     refuse_wrapped(flat)
     sums = torch.zeros(geometry.groups, 6, dtype=torch.int64, device=flat.device)
     for groups, part, low, factor in by_groups(flat, geometry, offset, inverse):
-        z = (part.float() - low) * factor
-        r = z.abs().round().clamp(max=LARGEST_UNIT).nan_to_num(nan=0.0).to(torch.int64)
-        for first, side in enumerate(((z < 0) & z.isfinite(), (z > 0) & z.isfinite())):
-            units = r * side
-            columns = [each.sum((0, 2)) for each in (side, units, units * units)]
-            sums[groups, 3 * first : 3 * first + 3] += torch.stack(columns, 1)
+        z = ((part.float() - low) * factor).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        r = z.round().clamp_(-LARGEST_UNIT, LARGEST_UNIT).double()  # in which sums of a piece are exact
+        for first, side, units in ((0, z < 0, r.clamp(max=0.0).neg_()), (3, z > 0, r.clamp_(min=0.0))):
+            columns = [side.sum((0, 2)), *(each.sum((0, 2)).long() for each in (units, units * units))]
+            sums[groups, first : first + 3] += torch.stack(columns, 1)
     return sums
 
 

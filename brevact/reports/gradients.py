@@ -443,10 +443,7 @@ def gradient_report(
 
 
 def _of_chains(
-    model: nn.Module,
-    chains: Sequence[Chain],
-    measured: Callable[[], Tensor],
-    unit: Estimate,
+    model: nn.Module, chains: Sequence[Chain], measured: Callable[[], Tensor], unit: Estimate
 ) -> tuple[dict[str, tuple[Estimate, Estimate]], list[str]]:
     """Return noise and bias of each chain alone, by source, and notes; modifies the model's regions."""
     isolation = Isolation(model)

@@ -66,7 +66,7 @@ def memory_report(
     input that is saved unpacked counts its own bytes, even if it is a slice of a larger tensor. Tensors that a
     checkpointed function recomputes do not count. Of a compiled model, it
     reports the tensors that its graphs save, with the way backward uses them. Compiled modules inside of a model, and
-    graphs without a policy or from a compiler's cache, are measured uncompiled.
+    graphs without a policy, are measured uncompiled.
 
     >>> import copy, torch, brevact
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())

@@ -48,12 +48,7 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
     """
 
     def __init__(
-        self,
-        policy: Any = "default",
-        *,
-        loss: Loss | None = None,
-        batches: Iterable[Any] | None = None,
-        **options: Any,
+        self, policy: Any = "default", *, loss: Loss | None = None, batches: Iterable[Any] | None = None, **options: Any
     ) -> None:
         if loss is not None:
             check_loss(loss)

@@ -53,12 +53,7 @@ class LightningCallback(Callback):
     """
 
     def __init__(
-        self,
-        policy: Any = "default",
-        *,
-        loss: Loss | None = None,
-        batches: Iterable[Any] | None = None,
-        **options: Any,
+        self, policy: Any = "default", *, loss: Loss | None = None, batches: Iterable[Any] | None = None, **options: Any
     ) -> None:
         if loss is not None:
             check_loss(loss)
@@ -140,11 +135,7 @@ def _loss_of(trainer: Any) -> Loss:
         args: tuple[Any, ...] = (batch, 0) if is_param_in_hook_signature(step, "batch_idx", min_args=2) else (batch,)
         if is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
             args = (iter([(batch, 0, 0)]),)
-        with (
-            trainer.precision_plugin.train_step_context(),
-            region_of_step(module),
-            warnings.catch_warnings(),
-        ):
+        with trainer.precision_plugin.train_step_context(), region_of_step(module), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*self.log.*")
             before, module.trainer = module._trainer, None  # type: ignore[assignment]
             try:

@@ -145,13 +145,7 @@ class TrainingPolicy:
         ValueError: a text cannot be parsed, or a number is out of range.
     """
 
-    def __init__(
-        self,
-        policy: Any = "default",
-        *,
-        adapt_every: int | None = None,
-        memory: bool = True,
-    ) -> None:
+    def __init__(self, policy: Any = "default", *, adapt_every: int | None = None, memory: bool = True) -> None:
         check_bool("memory", memory)
         #: The requested policy; None for the policy that the model has.
         self.spec: PolicySpec | None = spec_of(policy)

@@ -116,10 +116,28 @@ def test_cross_entropy_of_sure_logits_has_the_noise_of_others(sizes, label_smoot
     assert noise(4.0) < 3 * noise(0.5)
 
 
+def _divergence_of_exponentials(x: Tensor, target: Tensor) -> Tensor:
+    log_p = x.log_softmax(1)
+    return (log_p.exp() * (log_p - target.log())).sum(1).mean()
+
+
+def _jensen_shannon(x: Tensor, target: Tensor) -> Tensor:
+    p = x.softmax(1)
+    middle = (p + target) / 2
+    return (p * (p / middle).log() + target * (target / middle).log()).sum(1).mean() / 2
+
+
 NEAR = {
     "cross-entropy": F.cross_entropy,
     "smoothing": lambda x, target: F.cross_entropy(x, target.argmax(1), label_smoothing=0.1),
     "kl_div": lambda x, target: F.kl_div(F.log_softmax(x / 2, 1), (target.log() / 2).softmax(1), reduction="batchmean"),
+    "kl_div none": lambda x, target: F.kl_div(x.log_softmax(1), target, reduction="none").sum(1).mean(),
+    "soft cross-entropy": lambda x, target: -(target * x.log_softmax(1)).sum(1).mean(),
+    "divergence": lambda x, target: (target * (target.log() - x.log_softmax(1))).sum(1).mean(),
+    "reversed divergence": lambda x, target: (x.softmax(1) * (x.log_softmax(1) - target.log())).sum(1).mean(),
+    "Jensen-Shannon": _jensen_shannon,
+    "divergence of exponentials": _divergence_of_exponentials,
+    "Charbonnier": lambda x, target: ((x.log_softmax(1) - target.log()) ** 2 + 1e-6).sqrt().mean(),
     "kl_div log_target": lambda x, target: F.kl_div(x.log_softmax(1), target.log(), reduction="sum", log_target=True),
 }
 
@@ -153,15 +171,31 @@ class _Classes(torch.autograd.Function):
         return grad
 
 
-@pytest.mark.parametrize("is_hooked", [False, True])
-def test_kl_div_keeps_gradients_of_hooked_inputs_and_of_other_functions(is_hooked):
-    x, target, seen = torch.randn(512, 10, requires_grad=True), torch.rand(512, 10), []
+@pytest.mark.parametrize("loss", ["kl_div", "kl_div none", "soft cross-entropy", "divergence"])
+def test_log_probabilities_have_their_own_gradient_near_the_target(loss):
+    """Not that of the logits, which is as small as the difference."""
+    x, chosen = torch.randn(512, 10).requires_grad_(), settings(bit_width=8)
+    target = x.detach().softmax(1)
+
+    class Logits:
+        log_softmax = staticmethod(lambda dim: log_p)
+
+    with region(chosen):
+        log_p = x.log_softmax(1)
+        value = F.kl_div(log_p, target, reduction="batchmean") if loss == "kl_div" else NEAR[loss](Logits, target)
+    (grad,) = torch.autograd.grad(value, log_p, retain_graph=True)
+    log_p.retain_grad()
+    value.backward()
+    assert torch.equal(log_p.grad, grad)
+    step = (1 + 2**-7) / 255  # of probabilities at 8 bits; the target's distance to these is none
+    assert 0 < (512 * grad + target).abs().max() <= 10 * step
+
+
+def test_kl_div_keeps_gradients_of_other_functions():
+    x, target = torch.randn(512, 10, requires_grad=True), torch.rand(512, 10)
     with region(EXACT_VALUES):
-        out = x.log_softmax(1) if is_hooked else _Classes.apply(x)
-        if is_hooked:
-            out.register_hook(seen.append)
-        F.kl_div(out, target, reduction="sum").backward()
-    assert torch.equal(seen[0] if is_hooked else x.grad, -target)
+        F.kl_div(_Classes.apply(x), target, reduction="sum").backward()
+    assert torch.equal(x.grad, -target)
 
 
 ROWS, CLASSES = 4133, 2053  # two chunks

@@ -74,7 +74,8 @@ def check(info: Any, is_training: bool, most: int | None) -> None:
 
 
 def test_the_laws_are_checked_for_as_many_modules_as_promised():
-    assert len({info.name for info in module_db} - LIMITS.keys()) >= 114
+    names = {info.name for info in module_db}
+    assert len(names - LIMITS.keys()) >= min(len(names), 114)  # PyTorch 2.11 has 113
 
 
 @pytest.mark.parametrize("info", module_db, ids=lambda info: info.name)

@@ -7,11 +7,15 @@ import functools
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
+from torch._dynamo.backends.distributed import DDPOptimizer
+from torch._inductor.utils import fresh_cache
 from torch.nn import functional as F
 
 import brevact
 from brevact.compiler import graphs
 from brevact.injectors import backward_settings_from
+from brevact.policy.attach import attachment_of
 from tests.autograd.measuring import watch_saved
 from tests.crosses import some_of
 
@@ -114,6 +118,17 @@ def test_inductor_packs_masks_by_bytes():
     assert found[0][1] <= found[1][1] - 512 * 512 * (1 - 2 / 8)
 
 
+@pytest.mark.exhaustive
+def test_inductor_saves_weights_and_images_without_copies():
+    model, x = nn.Conv2d(8, 64, 3), torch.randn(4, 8, 16, 16, requires_grad=True)
+    inputs = x, model.weight
+    expected = torch.autograd.grad(torch.compile(model)(x).square().sum(), inputs)
+    with watch_saved() as saved:
+        y = brevact.compile(model, brevact.StochBackward4bit)(x)
+    assert {each.data_ptr() for each in inputs} == {each.data_ptr() for each in saved.tensors}
+    assert all(map(torch.equal, torch.autograd.grad(y.square().sum(), inputs), expected))
+
+
 def loss(x: Tensor, weight: Tensor) -> Tensor:
     return F.hardtanh(x @ weight).sum()
 
@@ -191,9 +206,11 @@ def test_memory_report_names_layers_that_a_budget_computes_again():
     assert {row.layer for row in again} <= {f"{block}.{layer}" for block in range(3) for layer in (0, 2)}
 
 
-@pytest.mark.parametrize("budget", [-0.1, 1.5, True, "fast", "noise=0.1", [1]])
+@pytest.mark.parametrize(
+    "budget", [-0.1, 1.5, True, "fast", "noise=0.1", [1], "0x", "512 MiB", "20x time=1.2", "20x 1MiB"]
+)
 def test_a_wrong_budget_is_named(budget):
-    with pytest.raises(ValueError, match="accepted"):
+    with pytest.raises(ValueError, match=r"budget=.* accepted"):
         brevact.compile(perceptron(), budget=budget)
 
 
@@ -202,6 +219,62 @@ def test_wrong_arguments_are_named():
         brevact.compile(3)
     with pytest.raises(ValueError, match='backend="eager" has no partitioner'):
         brevact.compile(perceptron(), backend="eager")
+
+
+@pytest.mark.parametrize("option", ["other", "backend", "mode", "policy"])
+def test_wrong_options_leave_a_model_without_a_policy(option):
+    model = perceptron(1)
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=r"unknown|other"):
+        brevact.compile(model, **{option: "unknown"})
+    assert attachment_of(model) is None
+
+
+def test_backends_without_a_partitioner_are_refused():
+    model = brevact.quantize_backward(perceptron(1))
+    for backend in ("eager", "eager_noexcept", lambda graph, inputs: graph.forward):
+        with pytest.raises(Exception, match=r"no partitioner.*restore_backward"):
+            torch.compile(model, backend=backend)(X)
+    with torch.no_grad():  # which packs nothing
+        torch.compile(model, backend="eager")(X)
+    assert torch._dynamo.explain(model)(X).graph_count == 1
+
+
+def test_parts_of_a_graph_pack_what_they_hand_on():
+    """DDP compiles a graph in parts, whose inputs and results are activations."""
+    model = brevact.quantize_backward(perceptron(4), brevact.StochBackward4bit)
+    whole, _ = kept(torch.compile(model, backend="aot_eager"), model)
+    torch._dynamo.reset()
+    parts, _ = kept(torch.compile(model, backend=DDPOptimizer(300_000, aot_eager, 300_000).compile_fn), model)
+    assert whole < parts < whole + 3 * X.nbytes / 6
+
+
+@pytest.mark.parametrize("layer", [nn.GELU(), nn.Linear(128, 128)])
+def test_budgets_of_blocks_count_the_activations_that_they_read(layer):
+    def nbytes(budget: str) -> int:
+        x = X.clone().requires_grad_() * 1
+        with watch_saved() as saved:
+            compiled(layer, budget=budget)(x)
+        torch._dynamo.reset()
+        return sum(each.nbytes for each in saved.tensors if each.dtype is torch.uint8)
+
+    assert 0 < nbytes("1x") <= X.nbytes / 3.5
+    assert 0 < nbytes("8x") <= X.nbytes / 8
+    with pytest.raises(Exception, match=r"a graph saves .* bytes at least"):
+        nbytes("1KiB")
+
+
+@pytest.mark.exhaustive
+def test_reports_of_graphs_from_a_cache_are_those_of_graphs():
+    def report() -> brevact.MemoryReport:
+        torch._dynamo.reset()
+        model = brevact.compile(perceptron(1), brevact.StochBackward4bit)
+        model(X).sum().backward()  # which puts the graphs into the cache
+        return brevact.memory_report(model, X)
+
+    with fresh_cache():
+        first, second = report(), report()
+    assert torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"]
+    assert first.ops == second.ops and "aten.addmm" in {row.op for row in second.ops}
 
 
 def test_memory_report_has_a_row_for_each_saved_tensor():

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback as fx_traceback
 from torch.nn import functional as F
@@ -397,7 +398,7 @@ def marks(run: Callable) -> list[tuple[str, str]]:
                     text = mark_of(node)
                     bits = "-" if text is None else text and str(from_text(text).quantizer.bit_width)
                     found.append((name, bits))
-        return graph.forward
+        return aot_eager(graph, inputs)
 
     torch._dynamo.reset()
     assert torch.compile(run, backend=backend, fullgraph=True)(torch.ones(4, requires_grad=True)) is not None

@@ -200,7 +200,7 @@ def _is_of_one_place(operands: Sequence[Call | int]) -> bool:
     return all(isinstance(x, int) or x.only >= 0 for x in operands)
 
 
-def function_of(function: TensorFunction, operands: Sequence[Saved], like: Tensor, **properties: bool) -> Saved | None:
+def function_of(function: TensorFunction, operands: Sequence[Saved], like: Tensor, **properties: Any) -> Saved | None:
     """Return the saved form of a function of saved tensors, laid out like ``like``; None if it depends on too many."""
     tensors, found = derivation(DerivationRule(function, **properties), operands, like)
     return None if found is None else found.bind(tensors)

@@ -40,7 +40,7 @@ from brevact.autograd.saving.saved import (
     with_strides,
 )
 from brevact.autograd.saving.storages import LONE, Tensors, is_tracked
-from brevact.heap import count
+from brevact.heap import Tuning
 from brevact.private_names.of_torch import DisableAutocast, DisableTorchFunction, count_holders, is_any_autocast_enabled
 from brevact.quantizers import PointFunction, multiply_by_function
 
@@ -132,7 +132,7 @@ class LayerOutput(HeldOutput):
 
     def _run(self, tensors: Tensors) -> Tensor:
         x, weight, bias = self._operands(tensors)
-        count(math.prod(self.shape))
+        Tuning.passed += math.prod(self.shape)
         samples, step = self.shape[0], samples_of_call(self.shape)
         with DisableTorchFunction():
             if isinstance(self.layer, BoundCall) and x.is_cpu and 2 * step <= samples == x.shape[0]:
@@ -194,7 +194,7 @@ def remember_output(
     options = tuple(out.shape), out.stride(), out.dtype, math.ceil(cost), layer
     token = make_token(out.device)
     region.register(out, express(LayerOutput, (known, of_weight), *options, leading=(token,), others=others))
-    count(out.numel())
+    Tuning.passed += out.numel()
 
 
 def _most_nested(input: Tensor, out: Tensor) -> int:

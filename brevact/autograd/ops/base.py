@@ -248,6 +248,11 @@ def run_inside(function: Callable) -> Callable:
     return handle
 
 
+def can_pack(region: Region, x: Any) -> bool:
+    """Return whether ``x`` is an activation that is large enough to pack and needs a gradient."""
+    return region.can_pack_input(x) and x.requires_grad and x.numel() >= max(1, region.settings.min_numel)
+
+
 def requires_grad(*tensors: Tensor | None) -> bool:
     for tensor in tensors:
         if tensor is not None and tensor.requires_grad:

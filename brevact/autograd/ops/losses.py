@@ -49,8 +49,9 @@ from torch.nn import functional as F
 
 from brevact.autograd.call_arguments import Parameters
 from brevact.autograd.deriving.layers import rows_of
-from brevact.autograd.ops.base import Formula, Needs, requires_grad, save
+from brevact.autograd.ops.base import Formula, Needs, can_pack, requires_grad, save
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Stored
+from brevact.autograd.ops.probabilities import keep_factor_of_logs
 from brevact.autograd.region.settings import BackwardSettings
 from brevact.autograd.saving import storage_report
 from brevact.autograd.saving.saved import Expression, Region, Saved, Weight, express
@@ -308,10 +309,8 @@ def _handler(apply: Callable[..., Tensor]) -> Callable:
         if given is None:
             return NotImplemented
         input, target, weight, size_average, ignore_index, reduce, reduction, *smoothing = given.values()
-        if not (region.can_pack_input(input) and input.requires_grad and isinstance(target, Tensor)):
+        if not (can_pack(region, input) and input.dim() and isinstance(target, Tensor)):
             return NotImplemented
-        if input.numel() < max(1, region.settings.min_numel) or input.dim() == 0:
-            return NotImplemented  # there is nothing to pack
         if requires_grad(target, weight) or size_average is not None or reduce is not None:
             return NotImplemented
         if reduction not in _REDUCTIONS or input.device != target.device:
@@ -406,19 +405,15 @@ def _pair_handler(loss: _PairLoss) -> Callable:
             return NotImplemented
 
         input_shape, input_dtype, target_shape, target_dtype = input.shape, input.dtype, target.shape, target.dtype
-        # Log-softmax's gradient of p is 0: p sum(t) - t, which is small near the target, takes the place of -t.
-        is_of_sum = func is F.kl_div and reduction != "none" and not (input.retains_grad or input._backward_hooks)
-        classes = getattr(input.grad_fn, "dim_of_log_softmax", None) if is_of_sum else None
 
         def run(ctx: Any, x: Tensor, t: Tensor) -> Tensor:
             out: Tensor = func(x, t, reduction=reduction, **options)
             slope = loss.slope(x.to(out.dtype), t.to(out.dtype), **options)
-            if classes is not None:
-                slope = torch.addcmul(slope, x.exp().to(out.dtype), slope.sum(classes, keepdim=True), value=-1)
             if loss.is_sign:
                 save(ctx, keep_mask(slope > 0), keep_mask(slope < 0))
             else:
-                save(ctx, region.keep(slope, share=False))
+                of_logs = func is F.kl_div and keep_factor_of_logs(region, slope, x, is_even=reduction != "none")
+                save(ctx, of_logs or region.keep(slope, share=False))
             return out
 
         def gradients(needs: Needs, grad: Tensor, kept: Any, *below: Any) -> tuple[Any, ...]:
@@ -463,7 +458,7 @@ def _gaussian_nll_loss(region: Any, func: Callable, *args: Any, **kwargs: Any) -
 
 _STORED = Stored(
     "`mse_loss`, `smooth_l1_loss`, `huber_loss`, `soft_margin_loss`, `kl_div`, `binary_cross_entropy_with_logits`",
-    "the derivative, packed, of `kl_div` of a log-softmax that by its input; with weights as in PyTorch",
+    "the derivative, packed, of `kl_div` of a log-softmax less a multiple of probabilities; with weights as in PyTorch",
     UNBIASED,
 )
 _LOSSES: dict[Callable, _PairLoss] = {

@@ -5,6 +5,11 @@ would be biased: the gradient is exponential in it. So is that of log-sum-exp, p
 saved. A probability above 1/2, one per row, is saved by what is left to 1, with its class: an error of a number near 1
 is large beside the gradient of a network that is sure.
 
+A product of log-probabilities with t, also if constants are added to these, saves t = r + p s for s = sum(t): r packed,
+s, one number per row, and log-softmax's own copy of p. Near a teacher t, where errors of t and p were 20 times t - p, r
+is small; and the gradient of p s is 0 if p sums to 1: it is divided by its sum. If the product's own gradient is even
+along a row, that of the input is unbiased, otherwise quadratic in p.
+
 Softmax: dL/dx = p * (g - sum(g p)), quadratic in the output p. One packed copy p^ of it
 leaves a bias, with independent errors e = p^ - p of mean 0:
 
@@ -34,11 +39,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd.ops.base import Formula, run_inside, save, with_bits, with_settings
+from brevact.autograd.deriving.derived import function_of
+from brevact.autograd.ops.base import Formula, can_pack, run_inside, save, with_bits, with_settings
 from brevact.autograd.ops.op import UNBIASED, Op, Saves, Stored, everywhere
 from brevact.autograd.region.settings import BackwardSettings
 from brevact.autograd.saving.saved import Region, Saved
-from brevact.autograd.saving.store import keep_places
+from brevact.autograd.saving.stand_ins import Logs, find_logs, note_logs
+from brevact.autograd.saving.store import keep_as_it_is, keep_places
 from brevact.private_names.of_torch import softmax_backward
 from brevact.quantizers import Rounding, UniformQuantizer
 from brevact.quantizers.traits import traits_of
@@ -96,10 +103,8 @@ def _of_classes(grad: Tensor, dim: int, kept: Any, squares: Any, most_probable: 
 _OF_CLASSES = _Rule(_saves_errors, _of_classes)
 
 
-def _keep_probabilities(region: Region, p: Tensor, dim: int) -> tuple[Saved, ...]:
+def _keep_probabilities(region: Region, p: Tensor, dim: int) -> tuple[Saved, Saved]:
     """Save probabilities, which are overwritten: one above 1/2 by what is left to 1; and its class, or their number."""
-    if p.dim() == 0:
-        return (region.keep(p, share=False),)
     places = _sure_classes(p, dim)
     _turn_sure(p, dim, places)
     places_kept = keep_places(places, region.settings, (p.shape[dim] + 1,), 0)
@@ -134,9 +139,41 @@ def _probabilities(dim: int, kept: Any, places: Any = None) -> Tensor:
     return _turn_sure(p.clone(), dim, places.decode())  # in the strides of p
 
 
-def _of_logarithms(grad: Tensor, dim: int, *kept: Any) -> Tensor:
-    grad = grad.contiguous()  # as torch's own gradient is
-    return torch.addcmul(grad, _probabilities(dim, *kept), grad.sum(dim, keepdim=True), value=-1).contiguous()
+def _of_logarithms(grad: Tensor, dim: int, kept: Any, places: Any, *readers: bool) -> Tensor:
+    grad, p = grad.contiguous(), _probabilities(dim, kept, places)  # as torch's own gradient is
+    p = _summing_to_1(p, dim) if readers else p
+    return torch.addcmul(grad, p, grad.sum(dim, keepdim=True), value=-1).contiguous()
+
+
+def _summing_to_1(p: Tensor, dim: int) -> Tensor:
+    return p.div_(p.sum(dim, keepdim=True).clamp_(0.5, 2.0))
+
+
+class _Factor(NamedTuple):
+    dim: int
+
+    def __call__(self, rest: Tensor, total: Tensor, p: Tensor, places: Tensor) -> Tensor:
+        p = _summing_to_1(_turn_sure(p.clone(), self.dim, places), self.dim)
+        return p.mul_(total).add_(rest).to(rest.dtype)
+
+
+def keep_factor_of_logs(region: Region, t: Tensor, x: Tensor, *, is_even: bool = False) -> Saved | None:
+    """Save a factor t of log-probabilities by their probabilities; None if ``x`` is no sum of them and constants.
+
+    ``is_even``: the product's gradient is the same for all elements, so that it is unbiased at any number of bits.
+    """
+    found, settings = find_logs(x), region.settings
+    if found is None or t.shape != x.shape or not (settings.derives_curved or (is_even and settings.derives)):
+        return None
+    if region.is_weight(t):
+        return None
+    t, p = t.detach(), (x if found.logs is None else found.logs).detach().exp()
+    total = t.sum(found.dim, keepdim=True).nan_to_num(0, 0, 0)
+    finer = with_bits(region, 5) if settings.derives_curved else region  # where t is 1 at one place: 0.19, not 0.3
+    rest = finer.keep((t - p.mul_(total)).to(t.dtype), share=False)
+    found.readers.append(True)
+    kept = rest, keep_as_it_is(total), *found.kept
+    return function_of(_Factor(found.dim), kept, t, is_pointwise=False, most_packed=len(kept))
 
 
 _LOGARITHMS = _Rule(lambda region, out, dim: _keep_probabilities(region, out.exp(), dim), _of_logarithms)
@@ -162,21 +199,21 @@ def _softmax_for(settings: BackwardSettings, shape: torch.Size, dim: int) -> _Ru
 
 def _handler(given: _Rule | None = None) -> Callable:
     def handle(region: Region, func: Callable, input: Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if not (region.can_pack_input(input) and input.requires_grad and type(dim) is int):
+        if not (can_pack(region, input) and input.dim() and type(dim) is int):
             return NotImplemented  # torch chooses the dimension, or raises the error
-        if input.numel() < max(1, region.settings.min_numel):
-            return NotImplemented  # there is nothing to pack
         rule, dtype = given or _softmax_for(region.settings, input.shape, dim), input.dtype
+        readers: list[bool] = []
 
         def run(ctx: Any, x: Tensor) -> Tensor:
             out: Tensor = func(x, dim, *args, **kwargs)
-            save(ctx, *rule.saves(region, out, dim))
+            kept = rule.saves(region, out, dim)
+            save(ctx, *kept)
             if rule is _LOGARITHMS:
-                ctx.dim_of_log_softmax = dim
+                note_logs(out, Logs(dim, kept, readers, (out.shape, out.stride())))
             return out
 
         def gradients(needs: tuple[bool, ...], grad: Tensor, *kept: Any) -> tuple[Any, ...]:
-            return (rule.gradient(grad, dim, *kept).to(dtype),)
+            return (rule.gradient(grad, dim, *kept, *readers).to(dtype),)
 
         return region.apply(Formula, run, gradients, input)
 
@@ -185,9 +222,7 @@ def _handler(given: _Rule | None = None) -> Callable:
 
 def _logsumexp(region: Region, func: Callable, input: Tensor, dim: Any, keepdim: Any = False) -> Any:
     """Save the probabilities p = exp(x - out) for this op alone: the gradient is p g."""
-    if not (region.can_pack_input(input) and input.requires_grad and input.is_floating_point() and input.dim()):
-        return NotImplemented
-    if input.numel() < max(1, region.settings.min_numel):
+    if not (can_pack(region, input) and input.dim()):
         return NotImplemented
     dims, dtype = dim if isinstance(dim, Sequence) else (dim,), input.dtype
     places = sorted(place % input.dim() for place in dims)
@@ -216,24 +251,14 @@ _OF_LOGARITHMS = Stored(
     "log-softmax, log-sum-exp", "the probabilities, packed, one above 1/2 by what is left to 1, and its class", UNBIASED
 )
 OPS = (
-    Op(
-        (torch.softmax, F.softmax, torch.special.softmax, Tensor.softmax),
-        _handler(),
-        _STORED,
-        is_bit_exact=False,
-    ),
+    Op((torch.softmax, F.softmax, torch.special.softmax, Tensor.softmax), _handler(), _STORED, is_bit_exact=False),
     Op(
         (torch.log_softmax, F.log_softmax, torch.special.log_softmax, Tensor.log_softmax),
         _handler(_LOGARITHMS),
         _OF_LOGARITHMS,
         is_bit_exact=False,
     ),
-    Op(
-        (torch.logsumexp, torch.special.logsumexp, Tensor.logsumexp),
-        _logsumexp,
-        _OF_LOGARITHMS,
-        is_bit_exact=False,
-    ),
+    Op((torch.logsumexp, torch.special.logsumexp, Tensor.logsumexp), _logsumexp, _OF_LOGARITHMS, is_bit_exact=False),
     *(Op((func,), run_inside(func), _STORED, twice=True) for func in (F.softmin, F.gumbel_softmax)),
     Op(everywhere("softmax", "softmin"), saves=Saves.BOUNDED),
 )

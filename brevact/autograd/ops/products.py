@@ -27,10 +27,13 @@ from torch import Tensor
 from brevact.autograd.call_arguments import is_activation, is_complex
 from brevact.autograd.deriving.derived import ELEMENTS_OF_SMALL, derive
 from brevact.autograd.deriving.layers import remember_output
-from brevact.autograd.ops.base import Formula, Needs, out_of_place, requires_grad, save
+from brevact.autograd.ops.base import Formula, Needs, out_of_place, requires_grad, save, with_bits
 from brevact.autograd.ops.norm_formulas import dims_of_inverses, dims_of_rows, is_deviation, keep_by_rows
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Saves, Stored, everywhere
+from brevact.autograd.ops.probabilities import keep_factor_of_logs
 from brevact.autograd.ops.smooth import WRITTEN_OUT, keep_square
+from brevact.autograd.ops.vector_norms import EMBEDDING_BITS
+from brevact.autograd.region.settings import bits_of
 from brevact.autograd.saving.saved import Region, Saved, Strides, lay_out, mapped, one_object_each
 from brevact.autograd.saving.storages import is_tracked, storage_address
 from brevact.autograd.saving.store import compact, keep_as_it_is
@@ -117,8 +120,8 @@ def _apply(
     def run(ctx: Any, added: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
         out = without_autocast_cache(multiply, a, b, added)
         needs_a, needs_b = ctx.needs_input_grad[4:6]
-        kept_b = keep_operand(region, b) if needs_a else None
-        save(ctx, kept_b, keep_operand(region, a) if needs_b else None)
+        kept_b = keep_operand(_beside(region, a), b) if needs_a else None
+        save(ctx, kept_b, keep_operand(_beside(region, b), a) if needs_b else None)
         ctx.gradients = functools.partial(gradients, out.dtype)
         return out
 
@@ -136,6 +139,13 @@ def _apply(
         return grad_added, grad_a, grad_b
 
     return region.apply(Formula, run, None, added, a, b)
+
+
+def _beside(region: Region, x: Tensor) -> Region:
+    """Return the region, or one that packs the other factor as finely as ``x``, if that is a matrix of embeddings."""
+    known = region.find_known(x) if x.dim() == 2 and is_tracked(x) else None
+    bits = 0 if known is None else bits_of(known[1].quality.quantizer)
+    return with_bits(region, bits) if bits >= EMBEDDING_BITS > bits_of(region.settings.quantizer) else region
 
 
 def _can_pack(region: Region, a: Any, b: Any, added: Any = None) -> bool:
@@ -366,7 +376,7 @@ def _keep_factor(region: Region, x: Tensor, other: Tensor, dims: tuple[int, ...]
         return _keep_small_factor(region, x)
     if dims and not region.is_weight(x) and not (x.is_leaf and x.requires_grad):
         return keep_by_rows(region, x, dims)
-    return region.keep_activation(x)
+    return keep_factor_of_logs(region, x, other) or _beside(region, other).keep_activation(x)
 
 
 def _keep_small_factor(region: Region, x: Tensor) -> Saved:
@@ -399,16 +409,8 @@ def _product(kept: Any, of_kept: _Like, grad: Tensor, like: _Like) -> Tensor | N
 
 def _multiply_elements(region: Region, func: Callable, input: Tensor, other: Any, **kwargs: Any) -> Any:
     inplace = out_of_place(func) is not func
-    if kwargs or not (
-        region.is_activation(input) and region.is_activation(other) and (input.requires_grad or other.requires_grad)
-    ):
+    if kwargs or not (region.is_activation(input) and region.is_activation(other) and _can_pack(region, input, other)):
         return NotImplemented  # a number has no gradient and nothing is stored
-    if max(input.numel(), other.numel()) < region.settings.min_numel:
-        return NotImplemented  # there is nothing to pack
-    if input.device != other.device:
-        return NotImplemented
-    if region.are_weights(input, other):
-        return NotImplemented
     is_exact = region.settings.is_exact or region.settings.is_lossless  # as torch, which adds two gradients, one by one
     if input is other and not (inplace or is_exact):
         square = keep_square(region, lambda x: func(x, x), input)
@@ -445,7 +447,11 @@ def _divides_by_activation(place: int, region: Region, args: tuple) -> bool:
     return (is_activation(x) or is_complex(x)) and x.numel() >= region.settings.min_numel and not region.is_weight(x)
 
 
-_OF_ELEMENTS = Stored("products of activations", "each factor once, packed; a weight unpacked", UNBIASED)
+_OF_ELEMENTS = Stored(
+    "products of activations",
+    "each factor once, packed, that of a log-softmax less a multiple of probabilities; a weight unpacked",
+    "unbiased; that of a log-softmax by factors that differ by class, bias Var of one packed copy",
+)
 _DIVISION = Stored("division by an activation", "as in PyTorch", EXACT)
 _INVERSIONS = (Tensor.__rtruediv__, Tensor.__rdiv__)  # one function
 _DIVISIONS = (*everywhere("div", "divide", "true_divide"), Tensor.__truediv__, Tensor.__itruediv__)

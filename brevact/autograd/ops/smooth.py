@@ -25,11 +25,11 @@ from torch.nn import functional as F
 from brevact.autograd.deriving.cache import MOST_HELD
 from brevact.autograd.deriving.derived import derive, function_of, keep_smooth, keep_source
 from brevact.autograd.deriving.expressions import Derived
-from brevact.autograd.ops.base import Formula, Needs, as_number, expanded_one, is_inplace, save, value_of
+from brevact.autograd.ops.base import Formula, Needs, as_number, can_pack, expanded_one, is_inplace, save, value_of
 from brevact.autograd.ops.norm_formulas import are_rows, keep_by_rows
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
 from brevact.autograd.saving.saved import Region, Saved
-from brevact.autograd.saving.storages import is_offered
+from brevact.autograd.saving.storages import is_offered, record_of
 from brevact.autograd.saving.store import keep_mask, keep_small, reported
 from brevact.quantizers import PointFunction
 
@@ -337,17 +337,25 @@ def _power_slope(exponent: float) -> Derivative:
 
 
 def keep_square(region: Any, func: Callable, input: Any, *exponent: float) -> Any:
-    """Save a square's input by rows, whose mean may be a variance. Small tensors are left to torch."""
-    if not (region.can_pack_input(input) and input.requires_grad and input.numel() >= region.settings.min_numel):
+    """Save a square's input by rows, whose mean may be a variance. Small tensors are left to torch.
+
+    An op that needs the square of a difference plus a number exactly, such as a root, saves the difference unpacked,
+    too: near 0 its errors are divided by a small number.
+    """
+    if not can_pack(region, input) or input.grad_fn is None:
         return NotImplemented
-    is_product, turns = _is_product(region, input), _is_probability(input)
-    if input.is_leaf or not (turns or is_product or are_rows(input.shape, (-1,))):
+    is_product, turns, has_rows = _is_product(region, input), _is_probability(input), are_rows(input.shape, (-1,))
+    runner = region.hooks if input.dtype is torch.float32 else region.torch_runner(input)  # autocast copies others
+    is_plain = not (turns or is_product or runner is None)
+    is_difference = is_plain and input.grad_fn.name() == "SubBackward0"
+    if not (turns or is_product or is_difference or has_rows):
         return NotImplemented
-    if not (turns or is_product) and _may_be_held(region, input):
-        runner = region.hooks if input.dtype is torch.float32 else region.torch_runner(input)  # autocast copies others
-        if runner is not None:
-            kept = keep_by_rows(region, input, (-1,))
-            return runner.run_torch_function(lambda x: func(x, *exponent), input, kept=kept, offers=True)
+    if is_difference or (is_plain and _may_be_held(region, input)):
+        kept = keep_by_rows(region, input, (-1,)) if has_rows else region.keep(input)
+        out = runner.run_torch_function(lambda x: func(x, *exponent), input, kept=kept, offers=True)
+        if is_difference and is_offered(input) and (record := record_of(out)) is not None:
+            record.carried = (input.detach(),)
+        return out
 
     def run(ctx: Any, x: Tensor) -> Tensor:
         # Of a product, whose factors' gradients read the square's, the errors must not be those of its factors.

@@ -32,12 +32,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd.ops.base import Formula, Needs, requires_grad, save, with_bits
+from brevact.autograd.ops.base import Formula, Needs, can_pack, requires_grad, save, with_bits
 from brevact.autograd.ops.op import UNBIASED, Op, Stored
 from brevact.autograd.saving.saved import Region
 
 #: Bits of embeddings, normalized rows of a matrix: a contrastive loss's gradient is of the size of their differences.
-_EMBEDDING_BITS = 8
+EMBEDDING_BITS = 8
 #: Elements of the shortest vector that is large next to its norm.
 LEAST_LENGTH = 16
 
@@ -67,10 +67,6 @@ def _over(x: Tensor, norm: Tensor) -> Tensor:
     return (x / norm).masked_fill_(norm == 0, 0)
 
 
-def _packs(region: Region, x: Any) -> bool:
-    return region.can_pack_input(x) and x.requires_grad and x.numel() >= max(1, region.settings.min_numel)
-
-
 #: The order of each norm: its name, and its default.
 _ORDERS: dict[Callable, tuple[str, Any]] = {
     **dict.fromkeys((torch.norm, Tensor.norm), ("p", "fro")),
@@ -84,7 +80,7 @@ def _norm(region: Region, func: Callable, input: Tensor, *args: Any, **kwargs: A
     given = dict(zip((name, "dim", "keepdim"), args, strict=False)) | {
         key: value for key, value in kwargs.items() if key not in ("out", "dtype") or value is not None
     }
-    if len(args) > 3 or not given.keys() <= {name, "dim", "keepdim"} or not _packs(region, input):
+    if len(args) > 3 or not given.keys() <= {name, "dim", "keepdim"} or not can_pack(region, input):
         return NotImplemented
     order, dim = given.get(name, default), given.get("dim")
     is_of_vectors = order in ("fro", 2)
@@ -109,7 +105,7 @@ def _norm(region: Region, func: Callable, input: Tensor, *args: Any, **kwargs: A
 def _deviation(region: Region, func: Callable, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     known = {"dim", "unbiased", "correction", "keepdim"}
     names = ("unbiased",) if args and isinstance(args[0], bool) else ("dim", "unbiased", "keepdim")
-    if not _packs(region, input) or not kwargs.keys() <= known or len(args) > len(names):
+    if not can_pack(region, input) or not kwargs.keys() <= known or len(args) > len(names):
         return NotImplemented
     named = kwargs | dict(zip(names, args, strict=False))
     correction = named.get("correction")
@@ -169,14 +165,14 @@ def _cosine_similarity(region: Region, func: Callable, x1: Tensor, x2: Tensor, d
 def _normalize(
     region: Region, func: Callable, input: Tensor, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: None = None
 ) -> Any:
-    group = _group(input, dim) if p == 2 and out is None and _packs(region, input) else None
+    group = _group(input, dim) if p == 2 and out is None and can_pack(region, input) else None
     if group is None:
         return NotImplemented
     dims = group.dims
 
     def run(ctx: Any, x: Tensor) -> Tensor:
         found: Tensor = func(x, p, dim, eps)
-        kept = (with_bits(region, _EMBEDDING_BITS) if x.dim() == 2 else region).keep(found.detach())
+        kept = (with_bits(region, EMBEDDING_BITS) if x.dim() == 2 else region).keep(found.detach())
         region.register(found, kept)
         save(ctx, kept, exact=(torch.linalg.vector_norm(x, 2, dims, keepdim=True),))
         return found
@@ -197,7 +193,7 @@ _STORED = Stored(
 )
 _NORMALIZED = Stored(
     "`F.normalize`",
-    "the output, packed, at 8 bits or more if it is a matrix, shared with its readers; the norms unpacked",
+    "the output, packed, of a matrix at 8 bits or more, as are its factors, shared with readers; the norms unpacked",
     "bias Var of one packed copy",
 )
 _HANDLERS: dict[tuple[Callable, ...], Callable] = {

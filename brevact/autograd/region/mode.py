@@ -23,7 +23,7 @@ from brevact.autograd.region.rows import ROWS, row_of
 from brevact.autograd.region.running import active, check_rounding, is_alive, is_transformed, leave_abandoned
 from brevact.autograd.saving import storage_report
 from brevact.autograd.saving.saved_tensor_hooks import sizes_of
-from brevact.autograd.saving.stand_ins import carry, offer_again
+from brevact.autograd.saving.stand_ins import carry, carry_logs, offer_again
 from brevact.autograd.saving.storages import any_tracked, end_known_values, find_record, note_made
 from brevact.autograd.saving.store import INTEGERS
 from brevact.compiler import marks
@@ -157,10 +157,8 @@ def _run_packed(region: Any, row: Op, func: Callable, args: tuple, kwargs: dict[
             is_torchs = is_of_torch(func)
             why = storage_report.NOT_NOISE if is_torchs else storage_report.other_code(label_of(func))
             storage_report.report_op(func, why)
-        if any_tracked(tensors) and is_of_torch(func) and not settings.double_backward:
-            result = hooks.run_exactly(func, args, kwargs)
-        else:
-            result = hooks.run_aside(func, args, kwargs)
+        run = hooks.run_exactly if is_of_torch(func) and not settings.double_backward else hooks.run_aside
+        result = run(func, args, kwargs)
     elif row.is_pointwise and hooks.pass_on(tensors):
         result = hooks.run_aside(func, args, kwargs)
     else:
@@ -224,6 +222,8 @@ def _track(
         carry(tensors, result)
     if row.kind is None:
         return
+    if row.kind is Kind.SUM or (row.kind is Kind.BILINEAR and len(tensors) == 1):
+        carry_logs(tensors, result)
     # A new result is known only if the counterpart recorded it; a move may return a view of a known tensor.
     is_new = row.kind is not Kind.MOVE and not row.overwrites
     if row.is_pointwise and len(args) == 2 and type(args[1]) in (int, float, bool):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,6 +75,40 @@ def carry(tensors: list[Tensor], out: Any) -> None:
             record.carried = tuple(found.values())
 
 
+class Logs(NamedTuple):
+    """Log-probabilities, or sums of them and constants, which hold ``logs``: their sizes and strides are ``like``.
+
+    ``kept``: saved forms of the probabilities. ``readers``: empty if log-softmax alone reads these.
+    """
+
+    dim: int
+    kept: tuple[Any, ...]
+    readers: list[bool]
+    like: tuple[torch.Size, tuple[int, ...]]
+    logs: Tensor | None = None
+
+
+def note_logs(x: Tensor, logs: Logs) -> None:
+    record = None if x.is_inference() or x._is_view() else record_of(x)
+    if record is not None:
+        record.logs = logs
+
+
+def find_logs(x: Tensor) -> Logs | None:
+    record = None if x.is_inference() else find_record(x)
+    found: Logs | None = None if record is None else record.logs
+    if found is None or x._version or found.like != (x.shape, x.stride()):
+        return None
+    return None if found.logs is not None and found.logs._version else found
+
+
+def carry_logs(tensors: list[Tensor], out: Tensor) -> None:
+    for x in tensors:
+        found = find_logs(x)
+        if found is not None and out is not x and found.like == (out.shape, out.stride()):
+            note_logs(out, found if found.logs is not None else found._replace(logs=x.detach()))
+
+
 def offer_again(func: Callable, args: tuple, kwargs: dict[str, Any], out: Tensor) -> None:
     """Let a tensor's sum or product with a number, which loses next to nothing, give that tensor back."""
     x, number = args if len(args) == 2 and not kwargs else (None, None)
@@ -133,5 +167,6 @@ def hold(x: Tensor, outer: tuple[Callable, Callable] | None) -> SavedByHook:
     stored.fill(((x if x.grad_fn is None else x.detach(),), AS_IT_IS), outer)
     if is_tracked(x):
         give_up(x, outer, storage_report.NOT_NOISE)
+    if x.layout is torch.strided and not (x.is_leaf and x.requires_grad):
         note_held(x, stored)
     return stored

@@ -51,6 +51,7 @@ class Record:
         offered: the stand-ins for the storage's tensors until an op saves these unpacked (``stand_ins``).
         saturates: whether the tensor is a saturating output.
         carried: the saturating outputs that the tensor is a function of.
+        logs: the log-probabilities that the tensor is a sum of (``stand_ins.Logs``).
         copied: bytes of the copies that were made of small views.
         is_made: whether integers in the storage were made by a region's op.
         ends: of packed codes, a weak reference to what saves their first bits, and its hooks (``integer_codes``).
@@ -68,6 +69,7 @@ class Record:
     saturates = is_made = is_exposed = False
     copied, place = 0, -1
     carried: Tensors = ()
+    logs: Any = None
 
 
 def find_record(x: Tensor) -> Record | None:
