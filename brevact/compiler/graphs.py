@@ -5,9 +5,10 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import gc
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -123,7 +124,10 @@ def packing(graph: fx.GraphModule) -> Iterator[list[Row] | None]:
         return
     rows: list[Row] = []
     of_graph = _with(texts=frozenset(texts), rows=rows, is_partitioned=False)
-    with of_graph, inductor_config.patch(custom_partitioner_fn=Partitioner()):
+    with of_graph, inductor_config.patch(custom_partitioner_fn=Partitioner()), ExitStack() as stack:
+        young, middle, full = gc.get_threshold()
+        stack.callback(gc.set_threshold, young, middle, full)
+        gc.set_threshold(young, middle, 1 << 30)  # full collections would walk a compiler's nodes, which are in use
         yield rows
         if not _current.is_partitioned:
             raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 
 import pytest
 import torch
@@ -340,6 +341,17 @@ def test_inductor_saves_as_other_compilers_do(budget):
     exact = kept(perceptron())[1]
     assert nbytes <= 1.1 * expected  # Inductor's own passes change which views there are
     assert float((gradient - exact).norm() / exact.norm()) < 0.5
+
+
+def test_full_collections_wait_for_the_end_of_a_compilation():
+    before, found = gc.get_threshold(), []
+
+    def backend(graph, inputs):
+        found.append(gc.get_threshold())
+        return graphs.lookup_backend("aot_eager")(graph, inputs)
+
+    brevact.compile(perceptron(), backend=backend)(X)
+    assert found == [(*before[:2], 1 << 30)] and gc.get_threshold() == before
 
 
 def test_ops_that_only_other_devices_decompose_run_on_the_cpu():
