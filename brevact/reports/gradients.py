@@ -38,7 +38,7 @@ from brevact.reports.gradient_noise import (
     in_units,
     noise_of_batches,
 )
-from brevact.reports.in_place import in_place, is_compiled
+from brevact.reports.in_place import in_place, is_compiled, note_on_compiled
 from brevact.reports.memory import BY_DEFAULT, memory_of, report_of_graphs
 from brevact.reports.memory_table import Chain, chains_of
 from brevact.reports.step import StepLoss
@@ -415,8 +415,8 @@ def gradient_report(
             whole = gradient_noise(model, batches, loss, exact, draws, on_pass)
             of_layer = functools.partial(noise_of_batches, model, batches, loss, exact, layer_draws, on_pass)
             figures, notes = _of_chains(model, chains, of_layer, exact.unit) if is_measured else ({}, [])
+        notes = [*notes, note_on_compiled(model)] if graphs is None else [_OF_GRAPHS]
         if graphs is not None:
-            notes = [_OF_GRAPHS]
             model = getattr(model, "_orig_mod", model)
         kinds = {name: type(module).__name__ for module, name in names_of(model).items()}
         rows = []

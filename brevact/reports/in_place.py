@@ -71,6 +71,11 @@ def is_compiled(model: nn.Module) -> bool:
     return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
 
 
+def note_on_compiled(model: nn.Module) -> str:
+    """Return that compiled modules of a model were measured uncompiled; "" if it has none."""
+    return "Compiled modules were measured uncompiled." if any(map(is_compiled, model.modules())) else ""
+
+
 def uncompiled() -> AbstractContextManager[Any]:
     """Return a context that runs compiled code eagerly, since hooks cannot see inside a compiled graph."""
     is_there = "torch._dynamo" in sys.modules  # otherwise nothing is compiled, and the import takes seconds

@@ -37,7 +37,7 @@ from brevact.injectors.proxies import names_of
 from brevact.policy.attach import attach_policy
 from brevact.reports.batches import arguments_of, tensors_of, without_surroundings
 from brevact.reports.gradient_noise import Loss, check_loss
-from brevact.reports.in_place import in_place, is_compiled, uncompiled
+from brevact.reports.in_place import in_place, is_compiled, note_on_compiled, uncompiled
 from brevact.reports.memory_table import LayerMemory, MemoryReport, OpMemory
 from brevact.reports.step import StepLoss
 
@@ -109,12 +109,13 @@ def memory_report(
         batch = without_surroundings(batch)
         if is_compiled(model) and (found := report_of_graphs(model, lambda measured: loss(measured, batch))).rows:
             return found
-        return memory_of(model, lambda measured: StepLoss(loss)(measured, batch))
+        found = memory_of(model, lambda measured: StepLoss(loss)(measured, batch))
+        return replace(found, scope=note_on_compiled(model))
     args, kwargs = without_surroundings(arguments_of(model, batch))
     if is_compiled(model) and (found := report_of_graphs(model, lambda measured: measured(*args, **kwargs))).rows:
         return found
     found = memory_of(model, lambda measured: measured(*args, **kwargs))
-    return replace(found, scope=NO_LOSS) if found.rows else found
+    return replace(found, scope=f"{NO_LOSS} {note_on_compiled(model)}".strip()) if found.rows else found
 
 
 def memory_of(model: nn.Module, run: Callable[[nn.Module], Any]) -> MemoryReport:

@@ -36,8 +36,7 @@ def _philox(index, third: tl.constexpr, seed):
 def element_bits(words, i: tl.constexpr):
     """The 16 random bits of a column's element i, as int32.
 
-    Grids have one dimension. Compilers do not know that: they keep the mask in a register, and mask and set other bits
-    by one instruction, which takes one constant.
+    Grids have one dimension, which compilers do not know: the mask is no constant, of which instructions take one.
     """
     word = words[i % 4]
     bits = word & (0xFFFF + tl.program_id(1)).to(tl.uint32) if i < 4 else word >> 16

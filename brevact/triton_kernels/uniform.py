@@ -446,8 +446,8 @@ def quantize_kernel(
         )  # fmt: skip
 
 
-FEW_REGISTERS, MOST_REGISTERS = 128, 255
-"""Registers of a thread that leave room for four programs on a processor of a GPU, or two, and spill none.
+FEW_REGISTERS, SOME_REGISTERS, MOST_REGISTERS = 128, 168, 255
+"""Registers of a thread that leave room for four programs on a processor of a GPU, three, or two, and spill none.
 
 Without a number, CUDA's assembler may spill some to make room for one more.
 """
@@ -477,8 +477,9 @@ def _quantizing(plan: UniformPlan, itemsize: int, stochastic: bool, place: Place
     constants |= parts_of(plan) | values_of(place, geometry, plan.stretched)
     registers = None
     if geometry.block_size == DEFAULT_BLOCK:
-        is_few = plan.uneven and itemsize == 2 and geometry.bit_width >= 4 and geometry.inner == DEFAULT_BLOCK
-        registers = FEW_REGISTERS if is_few else MOST_REGISTERS
+        is_few = plan.uneven and itemsize == 2 and geometry.inner == DEFAULT_BLOCK and geometry.bit_width >= 4
+        few = SOME_REGISTERS if plan.dithered and geometry.bit_width == 5 else FEW_REGISTERS  # it would spill
+        registers = few if is_few else MOST_REGISTERS
     return over_blocks(quantize_kernel, geometry, itemsize, plan.uneven, registers=registers, **constants)
 
 

@@ -9,18 +9,20 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 
 @pytest.mark.parametrize(
-    "targets, operations",
+    "bit_width, targets, operations",
     [
-        (["sm_90"], ["dequantize_multiply"]),
-        pytest.param(["sm_80", "gfx942"], ["stochastic", "dequantize_multiply"], marks=pytest.mark.exhaustive),
+        (3, ["sm_90"], ["dequantize_multiply"]),
+        pytest.param(3, ["sm_80", "gfx942"], ["stochastic", "dequantize_multiply"], marks=pytest.mark.exhaustive),
+        pytest.param(5, ["sm_90"], ["dithered"], marks=pytest.mark.exhaustive),  # needs more than 128 registers
     ],
 )
 def test_main_compiles_kernels_without_spills_and_narrow_loads(
-    targets: list[str], operations: list[str], capsys: pytest.CaptureFixture[str]
+    bit_width: int, targets: list[str], operations: list[str], capsys: pytest.CaptureFixture[str]
 ):
     from benchmarks.compile_kernels import TARGETS, main
 
-    options = ["--bit-widths", "3", "--dtypes", "bfloat16", "--buckets", "512", "--jobs", str(len(targets))]
+    options = ["--bit-widths", str(bit_width), "--dtypes", "bfloat16", "--buckets", "512"]
+    options += ["--jobs", str(len(targets))]
     assert main([*options, "--targets", *targets, "--operations", *operations]) == 0
     header, *rows, summary = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert {row[header.index("target")] for row in rows} == set(targets) <= set(TARGETS)

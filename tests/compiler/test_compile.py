@@ -294,6 +294,21 @@ def test_memory_report_measures_uncompiled_where_no_graph_packs():
     assert found.saved_bytes == brevact.memory_report(model, X).saved_bytes
 
 
+def test_reports_say_that_compiled_blocks_are_measured_uncompiled():
+    model = brevact.quantize_backward(perceptron(2))
+    expected, text = brevact.memory_report(model, X), "Compiled modules were measured uncompiled"
+    for block in model:
+        block.compile(backend="aot_eager")
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    found = brevact.memory_report(model, X)
+    assert found.saved_bytes == expected.saved_bytes and text in found.scope and text not in expected.scope
+    assert text in brevact.memory_report(model, X, loss).scope
+    assert text in str(brevact.gradient_report(model, [X], loss, draws=2, layers=None))
+
+
 def test_step_report_and_gradient_report_take_compiled_models():
     model = compiled(perceptron(1), policy=brevact.StochBackward4bit)
     data = [(X[:256], torch.arange(256) % 128), (X[256:], torch.arange(256) % 100)]
