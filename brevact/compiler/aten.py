@@ -282,7 +282,7 @@ def is_square(node: Any) -> bool:
 
 def _is_root_of_square(node: Any, x: Any) -> bool:
     """Whether a node is the root of the square of ``x``, or of that plus a number."""
-    below = node.args[0] if packet_of(node) is aten.sqrt else None
+    below: Any = node.args[0] if packet_of(node) is aten.sqrt else None
     if packet_of(below) is aten.add and isinstance(below.args[1], int | float) and below.args[1] >= 0:
         below = below.args[0]
     return is_square(below) and scaled(below.args[0])[0] is x

@@ -111,9 +111,9 @@ def save_statistics(joint: JointGraph) -> None:
         else:
             joint.exact.add(node)
             joint.saved = {x: None for x in joint.saved if x not in _views(of_norm)}
-    for each in inverses:
-        if not (each.users or each in found):
-            joint.graph.erase_node(each)
+    for node in inverses:
+        if not (node.users or node in found):
+            joint.graph.erase_node(node)
     if found or joint.exact:
         joint.saved.update(found)
         joint.changes += 1
@@ -134,7 +134,7 @@ def _invert(joint: JointGraph, node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _divisor(node: fx.Node) -> Any:
-    below = node.args[1] if packet_of(node) is aten.div else None
+    below: Any = node.args[1] if packet_of(node) is aten.div else None
     return below.args[0] if packet_of(below) is aten.expand else below
 
 
