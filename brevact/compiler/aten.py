@@ -42,8 +42,9 @@ MOVES = _packets(
     "view _unsafe_view reshape permute transpose t squeeze unsqueeze alias detach clone slice select split "
     "split_with_sizes unbind",
 )
+ALIASES = _packets(aten, "alias detach")
 #: The same values again.
-SAME = _packets(aten, "clone alias detach")
+SAME = ALIASES | {aten.clone}
 CASTS = frozenset((to_copy, prims.convert_element_type, aten.clone))
 #: Sums, moves and casts: linear in all arguments together.
 ADDITIVE = (
@@ -192,13 +193,13 @@ _CHEAP = _packets(
 
 
 def scaled(node: Any) -> tuple[Any, float]:
-    """A tensor, without casts, and the factor by which a node multiplies it."""
+    """A tensor, without casts and powers of 1, and the factor by which a node multiplies it."""
     factor = 1.0
     while True:
         packet = packet_of(node)
         if packet in (aten.mul, aten.div) and isinstance(node.args[1], int | float) and node.args[1]:
             factor *= node.args[1] if packet is aten.mul else 1 / node.args[1]
-        elif packet not in CASTS:
+        elif packet not in CASTS and not (packet is aten.pow and node.args[1] == 1):
             return node, factor
         node = node.args[0]
 
@@ -279,21 +280,33 @@ def is_square(node: Any) -> bool:
     return bool((packet is aten.pow and node.args[1] == 2) or (packet is aten.mul and node.args[0] is node.args[1]))
 
 
+def _is_root_of_square(node: Any, x: Any) -> bool:
+    """Whether a node is the root of the square of ``x``, or of that plus a number."""
+    below: Any = node.args[0] if packet_of(node) is aten.sqrt else None
+    if packet_of(below) is aten.add and isinstance(below.args[1], int | float) and below.args[1] >= 0:
+        below = below.args[0]
+    return is_square(below) and scaled(below.args[0])[0] is x
+
+
 def is_steep(node: Any) -> bool:
     """Whether a node is an exponential or a quotient without a bound: few of its values would take all others' range.
 
-    Quotients by numbers that broadcast, such as norms and sums of rows, have one.
+    Quotients by numbers that broadcast, such as norms and sums of rows, have one, and by roots of their squares.
     """
     if packet_of(node) in (aten.div, aten.reciprocal):
         below = node.args[-1]
         is_same = value_of(below) is not None and shape_of(node) == shape_of(below)
-        return is_same and packet_of(below) is not aten.expand and not is_at_least_one(below)
+        if not is_same or packet_of(below) is aten.expand or is_at_least_one(below):
+            return False
+        return not (packet_of(node) is aten.div and _is_root_of_square(scaled(below)[0], scaled(node.args[0])[0]))
     if packet_of(node) not in (aten.exp, aten.expm1):
         return False
     x = behind(node.args[0], MOVES | CASTS)
     packet = packet_of(x)
     is_below_maximum = packet is aten.sub and value_of(x.args[1]) is not None
-    return not is_below_maximum and packet not in (aten.neg, aten.clamp_max, aten.where)
+    factors = x.args if packet is aten.mul else (x,)
+    is_negative = any(packet_of(behind(each, MOVES | CASTS)) is aten.neg for each in factors)
+    return not (is_below_maximum or is_negative or packet in (aten.clamp_max, aten.where))
 
 
 def is_decomposition(node: Any) -> bool:

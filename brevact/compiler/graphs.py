@@ -122,8 +122,7 @@ def packing(graph: fx.GraphModule) -> Iterator[list[Row] | None]:
     if not texts:
         yield None
         return
-    rows: list[Row] = []
-    of_graph = _with(texts=frozenset(texts), rows=rows, is_partitioned=False)
+    of_graph = _with(texts=frozenset(texts), rows=(rows := list[Row]()), is_partitioned=False)
     with of_graph, inductor_config.patch(custom_partitioner_fn=Partitioner()), ExitStack() as stack:
         young, middle, full = gc.get_threshold()
         stack.callback(gc.set_threshold, young, middle, full)

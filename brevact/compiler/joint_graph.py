@@ -71,6 +71,7 @@ class JointGraph:
         self.mode: Any = detect_fake_mode([value for value in map(value_of, graph.nodes) if value is not None])
         self.origins: dict[fx.Node, fx.Node] = {}  # of nodes that backward computes anew
         self.masks: dict[fx.Node, fx.Node] = {}  # of functions with a kink
+        self.exact: set[fx.Node] = set()  # saved as they are: norms' statistics, or inputs of few elements
         self.changes = 0
         self.analysed: tuple[int, list[fx.Node]] | None = None
 
@@ -100,20 +101,24 @@ class JointGraph:
         self.saved = {node: None for node in self.saved if node in needed or value_of(node) is None}
         inputs = (node for node in needed if node.op == "placeholder" and node not in self.gradients)
         self.saved.update(dict.fromkeys(sorted(inputs)))
-        self.dependence = Dependence(self.nodes, filter(self.may_round, self.saved), self.gradients)
+        self.dependence = Dependence(self.nodes, filter(self._is_float, self.saved), self.gradients)
         self.uses = {each.node: each for each in self.dependence.saved}
         for each in self.dependence.saved:
-            if each.node not in self.live and each.use is not Use.LINEAR:  # additive masks have infinities
+            is_live = each.node in self.live or each.use is Use.LINEAR  # additive masks have infinities
+            if not is_live or each.node in self.exact or table.is_steep(each.node):
                 each.use = Use.EXACT
         self.analysed = self.changes, list(self.saved)
 
     # --- which tensors may be packed
 
     def may_round(self, node: fx.Node) -> bool:
+        return self._is_float(node) and not table.is_steep(node)
+
+    def _is_float(self, node: fx.Node) -> bool:
         value = value_of(node)
         return (
             (node.op == "call_function" or node in self.inputs)
-            and not (table.is_steep(node) or table.is_decomposition(node) or table.is_attention(node))
+            and not (table.is_decomposition(node) or table.is_attention(node))
             and value is not None
             and value.dtype in ACTIVATION_DTYPES
             and node in self.activations
@@ -124,7 +129,7 @@ class JointGraph:
         settings = self.settings_of(saved.readers)
         if settings is None or settings.is_exact or numel_of(saved.node) < settings.min_numel:
             return False
-        return not self._is_spread(saved.node)
+        return packet_of(saved.node) is not aten.rsqrt and not self._is_spread(saved.node)
 
     def is_lossy(self, saved: Saved | None) -> bool:
         return saved is not None and saved.use is not Use.EXACT and self.packs(saved)

@@ -14,12 +14,12 @@ from torch import fx
 from brevact.compiler import aten as table
 from brevact.compiler.aten import aten
 from brevact.compiler.joint_graph import JointGraph
-from brevact.compiler.nodes import behind, packet_of, shape_of
+from brevact.compiler.nodes import behind, packet_of, shape_of, value_of
 
 _COMPARISONS = frozenset((aten.gt, aten.ge, aten.lt, aten.le))
 
 
-def unite_masks(joint: JointGraph) -> None:
+def unite_equal(joint: JointGraph) -> None:
     comparisons: dict[Any, fx.Node] = {}
     for node in list[Any](joint.graph.nodes):
         if node.op != "call_function":
@@ -27,11 +27,12 @@ def unite_masks(joint: JointGraph) -> None:
         if packet_of(node) is aten.mul and isinstance(node.args[1], int | float) and node.args[1] == 1:
             if node.meta["val"].dtype is node.args[0].meta["val"].dtype:
                 node.replace_all_uses_with(node.args[0], delete_user_cb=lambda user: packet_of(user) in _COMPARISONS)
-        if (mask := _same_mask(node, comparisons)) is not None:  # results stay tensors of their own
-            node.replace_all_uses_with(mask, delete_user_cb=lambda user: user is not joint.output)
+        same: Any = node.args[0] if packet_of(node) in table.ALIASES else _same_mask(node, comparisons)
+        if same is not None:  # results stay tensors of their own
+            node.replace_all_uses_with(same, delete_user_cb=lambda user: user is not joint.output)
             if node in joint.saved:
                 del joint.saved[node]
-                joint.saved[mask] = None
+                joint.saved[same] = None
 
 
 def _same_mask(node: fx.Node, comparisons: dict[Any, fx.Node]) -> fx.Node | None:
@@ -66,26 +67,67 @@ def read_sizes_alone(joint: JointGraph) -> None:
 
 
 def factor_slopes(joint: JointGraph) -> None:
-    """Compute g * (a / b) in place of (g * a) / b, so that backward needs the quotient, if b is 1 or more."""
+    """Multiply a gradient once by the slope of a function that several ops write out: backward may need it alone.
+
+    g * a / b becomes g * (a / b), and g * a + g * b becomes g * (a + b); so does g / b, if b is 1 or more.
+    """
+    parts: dict[Any, tuple[Any, Any, Any]] = {}
     for node in list[Any](joint.graph.nodes):
-        if node not in joint.gradients or packet_of(node) is not aten.div or not table.is_at_least_one(node.args[1]):
+        settings = joint.settings_of([node]) if node in joint.gradients and packet_of(node) in _OF_SLOPES else None
+        if settings is None or settings.is_exact:
             continue
-        (grad, below), settings = node.args[:2], joint.settings_of([node])
-        if below in joint.gradients or settings is None or settings.is_exact or shape_of(below) != shape_of(node):
-            continue
-        above = None
-        if packet_of(grad) is aten.mul and isinstance(grad.args[1], fx.Node):
-            above = next((each for each in grad.args if each not in joint.gradients), None)
-            if above is not None:
-                grad = next(each for each in grad.args if each is not above)
-        with joint.insert_after(node):
-            made = (aten.reciprocal.default, below) if above is None else (aten.div.Tensor, above, below)
-            slope = joint.like(below, joint.call(*made))
-            product = joint.like(node, joint.call(aten.mul.Tensor, grad, slope))
-        joint.add_activations(slope, product)
-        joint.gradients.add(product)
-        node.replace_all_uses_with(product)
-        joint.graph.erase_node(node)
+        while (found := _slope_of(joint, node, parts)) is not None:
+            grad, *made = found
+            given = [each for each in made if isinstance(each, fx.Node)]
+            with joint.insert_after(max(given)):
+                slope = joint.like(given[-1], joint.call(*made))
+            if not joint.activations.isdisjoint(given):
+                joint.add_activations(slope)
+            with joint.insert_after(node):
+                product = joint.like(node, joint.call(aten.mul.Tensor, grad, slope))
+            joint.gradients.add(product)
+            node.replace_all_uses_with(product)
+            inputs, node = [node, *node.all_input_nodes], product
+            for each in inputs:
+                if not each.users and each in joint.gradients:
+                    joint.graph.erase_node(each)
+
+
+_OF_SLOPES = frozenset((aten.mul, aten.div, aten.neg, aten.add, aten.sub))
+_NO_PARTS = None, None, None
+
+
+def _slope_of(joint: JointGraph, node: fx.Node, parts: dict[Any, tuple[Any, Any, Any]]) -> Any:
+    """The gradient that a node is a product of, and op and arguments of the slope; None where the node stays.
+
+    ``parts`` gets the gradient, op and other argument of products and quotients that stay.
+    """
+    packet, args = packet_of(node), list(node.args)
+    if args[0] not in joint.gradients:
+        args.reverse()
+    if node.kwargs or not all(_is_alike(node, each) for each in args):
+        return None
+    found = [parts.get(x, _NO_PARTS) if len(getattr(x, "users", ())) == 1 else _NO_PARTS for x in args]
+    grad, op, factor = found[0]
+    if packet in (aten.add, aten.sub):
+        is_sum = op is aten.mul and found[1][:2] == (grad, op)
+        return (grad, node.target, factor, found[1][2]) if is_sum else None
+    if not joint.gradients.isdisjoint(args[1:]):
+        return None
+    if op is aten.mul:
+        return grad, node.target, factor, *args[1:]
+    if isinstance(args[-1], fx.Node):
+        if packet is aten.mul and op is not None:
+            return (grad, aten.neg.default, args[1]) if op is aten.neg else (grad, aten.div.Tensor, args[1], factor)
+        if packet is aten.div and table.is_at_least_one(args[1]):
+            return args[0], aten.reciprocal.default, args[1]
+        parts[node] = args[0], packet, args[-1]
+    return None
+
+
+def _is_alike(node: fx.Node, x: Any) -> bool:
+    one, other = value_of(node), value_of(x)
+    return other is None or (one is not None and one.shape == other.shape and one.dtype is other.dtype)
 
 
 def read_exponential_units(joint: JointGraph) -> None:

@@ -27,7 +27,7 @@ _MOST_STEPS = 12
 
 
 def choose_saved_values(joint: JointGraph) -> JointGraph:
-    for run in (joint_passes.unite_masks, _unite_views, *joint_passes.OF_GRADIENTS):
+    for run in (joint_passes.unite_equal, _unite_views, *joint_passes.OF_GRADIENTS):
         run(joint)
     for run in (_save_masks, _avoid_exact, _drop_computable, _save_masks, save_statistics, *losses.PASSES):
         run(joint)
@@ -87,8 +87,8 @@ def _avoid_exact(joint: JointGraph) -> None:
 
 
 def _instead(joint: JointGraph, saved: Saved) -> Iterable[fx.Node]:
-    for node, arg in saved.exact if saved.use is Use.EXACT else ():
-        if table.is_steep(node):
+    for node, arg in saved.exact if saved.use is Use.EXACT and joint.may_round(saved.node) else ():
+        if table.is_steep(node) and 2 * numel_of(node) > numel_of(saved.node):
             continue
         if node not in joint.gradients:
             ends = ends_of(node, joint.read, joint.gradients, joint.integers)
@@ -99,7 +99,7 @@ def _instead(joint: JointGraph, saved: Saved) -> Iterable[fx.Node]:
 
 def _slope(joint: JointGraph, saved: Saved) -> Iterable[fx.Node]:
     """The slope to save in place of a smooth function's argument, if that is all that backward needs of it."""
-    if saved.use not in (Use.LINEAR, Use.EXACT) and not saved.is_factor and len(saved.slopes) == 1:
+    if saved.use is not Use.LINEAR and not saved.is_factor and len(saved.slopes) == 1:
         yield from (x for x in saved.slopes if joint.may_round(x) and nbytes_of(x) <= nbytes_of(saved.node))
 
 
