@@ -25,7 +25,7 @@ from brevact.bit_widths.samples import SampleNorms
 from brevact.injectors import StochBackward2bitPerSample, StochBackward4bit
 from brevact.injectors.proxies import modules_without_own_region, names_of
 from brevact.policy.attach import quantize_backward
-from brevact.policy.predicates import CONVOLUTIONS
+from brevact.policy.predicates import CONVS
 from brevact.policy.presets import Policy
 from brevact.policy.rules import POLICY, has_policy
 from brevact.quantizers import Granularity, PackedActivation, Rounding, SampleQuantizer, SampleWeights, UniformQuantizer
@@ -522,7 +522,7 @@ _LEVELS = {
     level.name: level
     for level in (
         ActnnLevel("L0", Policy({"*": None})),
-        ActnnLevel("L1", Policy({CONVOLUTIONS: _4_BITS, "*": None})),
+        ActnnLevel("L1", Policy({CONVS: _4_BITS, "*": None})),
         ActnnLevel("L2", Policy({"*": _4_BITS})),
         ActnnLevel("L3", _2_BITS, 2),
         ActnnLevel("L4", _2_BITS, 2, swaps=True),

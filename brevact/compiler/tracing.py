@@ -31,6 +31,7 @@ from brevact.private_names.of_torch import (
     global_forward_pre_hooks,
 )
 
+_GLOBAL_HOOKS = global_forward_pre_hooks, global_forward_hooks, global_backward_pre_hooks, global_backward_hooks
 _HOOKS = "_forward_pre_hooks", "_forward_hooks"
 _OTHER_HOOKS = "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_backward_pre_hooks", "_backward_hooks"
 
@@ -103,10 +104,6 @@ class _Unusual(Exception):
     """Marks do not suffice for a region."""
 
 
-def _has_global_hooks() -> bool:
-    return any((global_forward_pre_hooks, global_forward_hooks, global_backward_pre_hooks, global_backward_hooks))
-
-
 def _has_our_hooks_alone(module: Any) -> bool:
     hooks = [hook for name in _HOOKS for hook in getattr(module, name).values()]
     return bool(hooks) and all(map(_is_ours, hooks)) and not any(getattr(module, name) for name in _OTHER_HOOKS)
@@ -145,7 +142,7 @@ _call_module = ModuleVariable.call_function
 
 @functools.wraps(_call_module)
 def _call_module_of_region(module: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    if marks.is_exporting() or _has_global_hooks() or not _has_our_hooks_alone(module.value):
+    if marks.is_exporting() or any(_GLOBAL_HOOKS) or not _has_our_hooks_alone(module.value):
         return _call_module(module, tx, args, kwargs)
     with ExitStack() as stack:
         try:

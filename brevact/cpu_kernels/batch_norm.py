@@ -22,8 +22,8 @@ from brevact.cpu_kernels.intrinsics import (
     advance,
     f32_at,
     f32_scratch,
+    f64_of,
     f64_scratch,
-    float64_of,
     fma,
     i64_at,
     inlined,
@@ -122,10 +122,10 @@ def _is_sure(total, bound, n):
 def _store_statistics(words, channel, mean, squares, n):
     """Store mean and inverse deviation of a channel, move the running ones as ATen rounds them; return the inverse."""
     variance = np.float32(squares / np.float32(n))
-    invstd = np.float32(np.float64(1.0) / np.sqrt(np.float64(variance) + float64_of(load(words, EPS))))
+    invstd = np.float32(np.float64(1.0) / np.sqrt(np.float64(variance) + f64_of(load(words, EPS))))
     store(f32_at(load(words, MEAN)), channel, mean)
     store(f32_at(load(words, INVSTD)), channel, invstd)
-    momentum = np.float32(float64_of(load(words, MOMENTUM)))
+    momentum = np.float32(f64_of(load(words, MOMENTUM)))
     rest = np.float32(np.float32(1.0) - momentum)
     if load(words, RUNNING_MEAN):
         running = f32_at(load(words, RUNNING_MEAN))

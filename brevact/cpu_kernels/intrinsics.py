@@ -85,7 +85,7 @@ u8_at, u16_at, u32_at = _pointer("uint8"), _pointer("uint16"), _pointer("uint32"
 f32_scratch, f64_scratch = _scratch("float32"), _scratch("float64")
 u32_scratch, u8_scratch = _scratch("uint32"), _scratch("uint8")
 float_of, bits_of = _bits_as("int32", "float32"), _bits_as("float32", "int32")
-float64_of = _bits_as("int64", "float64")
+f64_of = _bits_as("int64", "float64")
 
 
 @intrinsic

@@ -84,7 +84,7 @@ def denormalize_elements(z, first, count, words_at, limit):
 
 
 @inlined
-def stretch_elements(x, count, y):
+def stretch(x, count, y):
     """See `reference.stretched`."""
     for e in range(count):
         v = load(x, e)
@@ -93,7 +93,7 @@ def stretch_elements(x, count, y):
 
 
 @inlined
-def shrink_elements(y, count):
+def shrink(y, count):
     """See `reference.shrunk`; in place."""
     for e in range(count):
         v = load(y, e)

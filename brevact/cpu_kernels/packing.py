@@ -13,17 +13,7 @@ import torch
 from torch import Tensor
 
 from brevact.cpu_kernels.floats import KINDS, emit, stage
-from brevact.cpu_kernels.intrinsics import (
-    advance,
-    f32_scratch,
-    float64_of,
-    inlined,
-    kernel,
-    load,
-    store,
-    u8_at,
-    u8_scratch,
-)
+from brevact.cpu_kernels.intrinsics import advance, f32_scratch, f64_of, inlined, kernel, load, store, u8_at, u8_scratch
 from brevact.cpu_kernels.teams import share
 from brevact.geometry import LARGEST_BLOCK
 
@@ -287,7 +277,7 @@ def spread_bits(packed, first, count, bits):
 def mask_multiply_blocks(packed, grad, target, kind, slope_bits, numel, start, stop):
     """The slope is given as the bits of a float64; 0.0 gives +0."""
     bits, scratch = u8_scratch(BLOCK), f32_scratch(BLOCK)
-    slope = float64_of(slope_bits)
+    slope = f64_of(slope_bits)
     for index in range(start, stop):
         first = index * BLOCK
         count = min(BLOCK, numel - first)

@@ -45,13 +45,7 @@ from brevact.cpu_kernels.intrinsics import (
     u16_at,
     u32_scratch,
 )
-from brevact.cpu_kernels.normalize import (
-    denormalize_elements,
-    normalize_elements,
-    shrink_elements,
-    stretch_elements,
-    words_of,
-)
+from brevact.cpu_kernels.normalize import denormalize_elements, normalize_elements, shrink, stretch, words_of
 from brevact.cpu_kernels.packing import BLOCK as BITS
 from brevact.cpu_kernels.packing import (
     bytes_to_codes,
@@ -255,7 +249,7 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, star
             normalize_elements(x, first, count, norm_at, scratch)
             x = scratch
         if stretched:
-            stretch_elements(x, count, scratch)
+            stretch(x, count, scratch)
             x = scratch
         if dithered:
             stochastic = False  # unless there are groups that do not shift their levels
@@ -325,7 +319,7 @@ def all_levels(m, s, limit, count, levels, table):
         for q in range(count):
             store(levels, q, decoded(np.float32(np.int32(q)), m, s, top, limit))
     if load(table, STRETCHED) != 0:
-        shrink_elements(levels, count)
+        shrink(levels, count)
 
 
 @inlined

@@ -22,13 +22,7 @@ from torch import Tensor, nn
 
 import brevact.private_names.of_brevitas as bv
 from brevact.autograd.region.running import before_first_region, packing_region
-from brevact.injectors.known_quantizers import (
-    STATISTICS_OF_WEIGHTS,
-    integers_of,
-    is_own,
-    known_quantizer,
-    takes_statistics,
-)
+from brevact.injectors.known_quantizers import WEIGHT_STATISTICS, integers_of, is_own, known_quantizer, takes_statistics
 from brevact.qat.fake_quantization import fake_quantize
 from brevact.qat.forward_statistics import absolute_percentile, magnitude_of_all, weight_statistics
 
@@ -43,7 +37,7 @@ def statistics(stock: Callable, stats: bv._Stats, input: Tensor) -> Any:
         if type(impl) is not bv.AbsPercentile or impl.stats_reduce_dim is not None or not input.numel():
             return NotImplemented
         return magnitude_of_all(input, impl.q).view(stats.stats_output_shape)
-    if type(impl) not in STATISTICS_OF_WEIGHTS or input.numel() < region.settings.min_numel:
+    if type(impl) not in WEIGHT_STATISTICS or input.numel() < region.settings.min_numel:
         return NotImplemented
     if region.is_weight(input):
         found = weight_statistics(region, impl, input)

@@ -74,7 +74,7 @@ def number_of(x: Tensor) -> float:
 
 
 #: Statistics that are recomputed, without a state of their own.
-STATISTICS_OF_WEIGHTS = (
+WEIGHT_STATISTICS = (
     bv.AbsAve,
     bv.AbsMax,
     bv.AbsMaxAve,
@@ -379,7 +379,7 @@ def _reads_weight(scaling: Any) -> bool:
     if type(scaling) is not bv.StatsFromParameterScaling:
         return False
     parts = scaling.parameter_list_stats
-    if type(parts.stats.stats_impl) not in STATISTICS_OF_WEIGHTS:
+    if type(parts.stats.stats_impl) not in WEIGHT_STATISTICS:
         return False
     others = parts.extra_tracked_params_list
     if others is None:

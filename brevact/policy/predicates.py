@@ -124,7 +124,7 @@ def _is_filled(cell: Any) -> bool:
     return True
 
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 #: Maximum multiplications per output element of recomputed layers, if only the cheapest are recomputed.
 FEW = 128
@@ -182,7 +182,7 @@ def is_separable(name: str, module: nn.Module) -> bool:
     At least a quarter of its layers cost at most 128 multiplications per element, and some are depthwise.
     """
     layers = _layers(module)
-    is_depthwise = any(isinstance(each, CONVOLUTIONS) and 1 < each.groups == each.in_channels for each in layers)
+    is_depthwise = any(isinstance(each, CONVS) and 1 < each.groups == each.in_channels for each in layers)
     return is_depthwise and 4 * _cheap(layers, FEW) >= len(layers) and "batch_norm" in called_in(module)
 
 
@@ -201,7 +201,7 @@ OF_MODELS = (is_separable, is_rectified_and_costly)
 
 
 def _layers(module: nn.Module) -> list[Any]:
-    return [each for each in module.modules() if isinstance(each, (*CONVOLUTIONS, nn.Linear))]
+    return [each for each in module.modules() if isinstance(each, (*CONVS, nn.Linear))]
 
 
 def _cheap(layers: list[Any], most: int) -> int:

@@ -17,15 +17,7 @@ from brevact.injectors import DitherBackward2bit, DitherBackward3bit, DitherBack
 from brevact.injectors.resolve import BackwardQuantizer
 from brevact.policy import files as policy_files
 from brevact.policy.fit_report import FitReport
-from brevact.policy.predicates import (
-    CONVOLUTIONS,
-    FEW,
-    MANY,
-    is_norm,
-    is_rectified,
-    is_rectified_and_costly,
-    is_separable,
-)
+from brevact.policy.predicates import CONVS, FEW, MANY, is_norm, is_rectified, is_rectified_and_costly, is_separable
 from brevact.policy.rules import assignment_of, block_assignment, check_rules, ops_of, quantizer_text
 from brevact.quantizers.brief import brief
 from brevact.tables import text_table
@@ -232,9 +224,7 @@ The rest is saved at 6 bits, or at 4 in rectified models with few cheap layers (
 ``DEFAULT`` saves 3. A cross-entropy's probabilities have 6 in all models.
 """
 
-CONV_NET = Policy(
-    {(*CONVOLUTIONS, nn.Linear): DitherBackward3bit, is_norm: DitherBackward3bit, "*": DitherBackward2bit}
-)
+CONV_NET = Policy({(*CONVS, nn.Linear): DitherBackward3bit, is_norm: DitherBackward3bit, "*": DitherBackward2bit})
 """Policy for convolutional networks: layers with weights, and norms, at 3 bits; derivatives and the rest at 2."""
 
 TRANSFORMER = Policy({is_norm: DitherBackward4bit, F.cross_entropy: DitherBackward4bit, "*": DitherBackward2bit})

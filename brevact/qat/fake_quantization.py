@@ -27,7 +27,7 @@ from brevact.autograd.deriving import known_values
 from brevact.autograd.ops.base import Formula, Needs, compute_from_weight, gradients_of, save
 from brevact.autograd.saving import storage_report
 from brevact.autograd.saving.saved import Region, Saved
-from brevact.autograd.saving.store import keep_as_it_is, reported
+from brevact.autograd.saving.store import keep_exact, reported
 from brevact.private_names.of_torch import DisableTorchFunction, top_hooks
 from brevact.qat import integer_codes
 from brevact.qat.one_pass import OnePass, Range, one_pass_for
@@ -121,7 +121,7 @@ def fake_quantize(
             if keeps_ends:
                 kept[0] = _ends_of(found.codes, kind, rectifies, zero_is_lowest)
             of_relu = source if values is None else values
-            kept.append(keep_as_it_is(of_relu if rectifies else x) if keeps_values else None)
+            kept.append(keep_exact(of_relu if rectifies else x) if keeps_values else None)
             save(ctx, *kept, exact=(given[0], given[1] if keeps_values else None))
             ctx.gradients = functools.partial(_gradients, one_pass, residual_of, of_zero_point, keeps_ends)
             return found.out

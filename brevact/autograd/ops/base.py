@@ -20,7 +20,7 @@ from brevact.autograd.deriving.norms import WithStatistics
 from brevact.autograd.region.settings import BackwardSettings, SaveMode
 from brevact.autograd.saving import storage_report
 from brevact.autograd.saving.saved import NO_DOUBLE_BACKWARD, Decoder, Region, Saved, Strides, lay_out
-from brevact.autograd.saving.store import keep_as_it_is
+from brevact.autograd.saving.store import keep_exact
 from brevact.private_names.of_torch import (
     DisableTorchFunction,
     active_fake_mode,
@@ -79,7 +79,7 @@ def save(ctx: Any, *items: Saved | None, exact: tuple[Tensor | None, ...] = ()) 
     if storage_report.recorders and exact:
         for x in exact:
             if x is not None:
-                keep_as_it_is(x)
+                keep_exact(x)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *exact)
     ctx.recipe, ctx.kept_count = recipe, stop

@@ -56,7 +56,7 @@ from brevact.autograd.region.settings import BackwardSettings
 from brevact.autograd.saving import storage_report
 from brevact.autograd.saving.saved import Expression, Region, Saved, Weight, express
 from brevact.autograd.saving.storages import is_made, is_tracked
-from brevact.autograd.saving.store import keep_as_it_is, keep_mask, keep_places, reported
+from brevact.autograd.saving.store import keep_exact, keep_mask, keep_places, reported
 
 _REDUCTIONS = frozenset(("none", "mean", "sum"))
 _Loss = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -205,7 +205,7 @@ class _Probabilities(Expression):
 def _kept_index(region: Region, input: Tensor, target: Tensor, options: _Labels) -> Saved:
     """Save class-index targets, or the ignored index; the batch's own stay unpacked: the caller holds them anyway."""
     if not is_made(target):
-        return keep_as_it_is(target)
+        return keep_exact(target)
     sizes, ignored = input.shape[options.class_dim : options.class_dim + 1], options.ignore_index
     return keep_places(target, region.settings, (*sizes, ignored + 1), lowest=min(0, ignored))
 

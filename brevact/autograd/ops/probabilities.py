@@ -45,7 +45,7 @@ from brevact.autograd.ops.op import UNBIASED, Op, Saves, Stored, everywhere
 from brevact.autograd.region.settings import BackwardSettings
 from brevact.autograd.saving.saved import Region, Saved
 from brevact.autograd.saving.stand_ins import Logs, find_logs, note_logs
-from brevact.autograd.saving.store import keep_as_it_is, keep_places
+from brevact.autograd.saving.store import keep_exact, keep_places
 from brevact.private_names.of_torch import softmax_backward
 from brevact.quantizers import Rounding, UniformQuantizer
 from brevact.quantizers.traits import traits_of
@@ -172,7 +172,7 @@ def keep_factor_of_logs(region: Region, t: Tensor, x: Tensor, *, is_even: bool =
     finer = with_bits(region, 5) if settings.derives_curved else region  # where t is 1 at one place: 0.19, not 0.3
     rest = finer.keep((t - p.mul_(total)).to(t.dtype), share=False)
     found.readers.append(True)
-    kept = rest, keep_as_it_is(total), *found.kept
+    kept = rest, keep_exact(total), *found.kept
     return function_of(_Factor(found.dim), kept, t, is_pointwise=False, most_packed=len(kept))
 
 

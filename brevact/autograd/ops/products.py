@@ -36,7 +36,7 @@ from brevact.autograd.ops.vector_norms import EMBEDDING_BITS
 from brevact.autograd.region.settings import bits_of
 from brevact.autograd.saving.saved import Region, Saved, Strides, lay_out, mapped, one_object_each
 from brevact.autograd.saving.storages import is_tracked, storage_address
-from brevact.autograd.saving.store import compact, keep_as_it_is
+from brevact.autograd.saving.store import compact, keep_exact
 from brevact.private_names.of_torch import grouped_mm, is_any_autocast_enabled
 from brevact.quantizers import is_on_host
 
@@ -371,7 +371,7 @@ def _apply_elementwise(region: Region, multiply: Callable, a: Tensor, b: Tensor,
 def _keep_factor(region: Region, x: Tensor, other: Tensor, dims: tuple[int, ...], *, is_scale: bool) -> Saved:
     """Save a factor by the rows along ``dims`` that the other one scales, or unpacked if it scales the other's rows."""
     if is_scale:
-        return keep_as_it_is(x)
+        return keep_exact(x)
     if x.numel() * ELEMENTS_OF_SMALL <= other.numel() and is_tracked(other) and region.find_known(other) is not None:
         return _keep_small_factor(region, x)
     if dims and not region.is_weight(x) and not (x.is_leaf and x.requires_grad):
@@ -382,7 +382,7 @@ def _keep_factor(region: Region, x: Tensor, other: Tensor, dims: tuple[int, ...]
 def _keep_small_factor(region: Region, x: Tensor) -> Saved:
     """Save a factor unpacked, without the rest of a larger storage; a weight stays in memory anyway."""
     part = compact(x)
-    return keep_as_it_is(x if part is not x and region.is_weight(x) else part)
+    return keep_exact(x if part is not x and region.is_weight(x) else part)
 
 
 def _unaliased(kept: Saved | None, overwritten: Tensor) -> Saved | None:

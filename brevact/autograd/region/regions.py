@@ -43,7 +43,7 @@ from brevact.autograd.saving.saved import (
 )
 from brevact.autograd.saving.saved_tensor_hooks import SavedTensorHooks, checkpoints_around, is_checkpoint_innermost
 from brevact.autograd.saving.storages import find_record, find_shared, is_held, share_packed
-from brevact.autograd.saving.store import beside, form_of, keep_as_it_is, keep_small, pack, report_statistics, reported
+from brevact.autograd.saving.store import beside, form_of, keep_exact, keep_small, pack, report_statistics, reported
 from brevact.autograd.saving.weights import WEIGHT_NUMEL, ModelState, is_parameter, is_weight, node_of
 from brevact.compiler import marks
 from brevact.private_names.of_torch import (
@@ -174,7 +174,7 @@ class Region:
             if x.is_complex():
                 return self._keep_pairs(x, share)
             if x._is_view() and is_parameter(x._base):
-                kept = keep_as_it_is(x.detach(), storage_report.WEIGHT)
+                kept = keep_exact(x.detach(), storage_report.WEIGHT)
                 return kept if norm is None else norm.unpacked(kept)
             settings = self.settings
             if self.is_counted:
@@ -188,14 +188,14 @@ class Region:
             of_reader = settings if settings.recompute or not normalizes else None
             known = record.known and known_values.found_in(record.known, x, of_reader, self.hooks.scope)
             if is_held(x, record) and not (known is not None and known[1].quality.is_exact):
-                return beside(keep_as_it_is(x), norm)
+                return beside(keep_exact(x), norm)
             if known is not None and (not normalizes or is_enough_for_norms(known[1])):
                 share_codes(known[0])
                 if storage_report.recorders:
                     storage_report.report_saved(known, "")
                 return known if norm is None else beside(known, norm)
         if settings.is_exact:
-            return beside(keep_as_it_is(x, storage_report.EXACT_POLICY), norm)
+            return beside(keep_exact(x, storage_report.EXACT_POLICY), norm)
         # A checkpoint expects tensors of the same sizes again, so random sizes follow from the number of elements.
         repeats = settings.draws_size and self.hooks.are_in_checkpoint()
         key: tuple[Hashable, ...] | None = (settings.key, repeats)
@@ -265,12 +265,12 @@ class Region:
             if is_whole and x.dtype is base.dtype and not (self.settings.is_exact or is_weight(base, self.state)):
                 return view_of(self.keep(base), x, x.storage_offset() - base.storage_offset())
         elif x.is_leaf and x.requires_grad:
-            return keep_as_it_is(x, storage_report.VARIABLE)
+            return keep_exact(x, storage_report.VARIABLE)
         return self.keep_weight(x) if is_weight(x, self.state) else self.keep(x)
 
     def keep_weight(self, x: Tensor) -> Saved:
         known = known_values.find(x)
-        return keep_as_it_is(x, storage_report.WEIGHT) if known is None else reported(known)
+        return keep_exact(x, storage_report.WEIGHT) if known is None else reported(known)
 
     def find_known(self, x: Tensor) -> Saved | None:
         """Return the registered saved form of ``x``, if its quality is at least that of the region's own quantizer."""

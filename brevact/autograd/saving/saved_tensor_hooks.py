@@ -47,15 +47,7 @@ from brevact.autograd.saving.saved import (
 )
 from brevact.autograd.saving.stand_ins import give_up, give_up_saturated, hold, offer, stand_in
 from brevact.autograd.saving.storages import end_known_values, is_tracked, storage_address
-from brevact.autograd.saving.store import (
-    INTEGERS,
-    is_compact,
-    keep_as_it_is,
-    keep_mask,
-    keep_places,
-    keep_small,
-    reported,
-)
+from brevact.autograd.saving.store import INTEGERS, is_compact, keep_exact, keep_mask, keep_places, keep_small, reported
 from brevact.autograd.saving.weights import WEIGHT_NUMEL, ModelState, is_parameter, is_parameter_or_view
 from brevact.private_names.of_torch import DisableTorchFunction, current_autograd_node, pop_hooks, push_hooks, top_hooks
 from brevact.qat.integer_codes import share_codes
@@ -355,7 +347,7 @@ class SavedTensorHooks:
 
     def _pack_exactly(self, x: Tensor) -> _Handle:
         if storage_report.recorders:
-            keep_as_it_is(x, storage_report.NOT_NOISE)
+            keep_exact(x, storage_report.NOT_NOISE)
         return hold(x, self._outer)
 
     def _pack_weight(self, x: Tensor) -> _Handle:
@@ -367,7 +359,7 @@ class SavedTensorHooks:
     def _pack_of_shape(self, x: Tensor, input: Tensor) -> _Handle:
         """Pack the input in another memory order if its frame may (:meth:`_keep`); statistics stay unpacked."""
         if x.shape != input.shape:
-            return self._hand_on(keep_as_it_is(x))
+            return self._hand_on(keep_exact(x))
         return self._hand_on(self._keep(x, self._region, sys._getframe(3)))
 
     def _pack_for_other_code(self, x: Tensor, saver: FrameType) -> _Handle:
@@ -405,11 +397,11 @@ class SavedTensorHooks:
         node = current_autograd_node()
         name = "" if node is None or not region.packs else node.name()
         if not (name in LINEAR_NODES or (name in CURVED_NODES and region.settings.derives_curved)):
-            return keep_as_it_is(x)
+            return keep_exact(x)
         if not is_activation(x) or x.numel() < region.settings.min_numel:
-            return keep_as_it_is(x, storage_report.SMALL)
+            return keep_exact(x, storage_report.SMALL)
         if x._is_view() and x._base is not None and x._base.is_leaf and x._base.requires_grad:
-            return keep_as_it_is(x, storage_report.VARIABLE)
+            return keep_exact(x, storage_report.VARIABLE)
         return region.keep_activation(x)
 
     def _keep_input_of_checkpoint(self, x: Tensor, saver: FrameType) -> Saved:
@@ -420,7 +412,7 @@ class SavedTensorHooks:
         if not is_activation(x) and not is_complex(x):
             return self._keep(x, region, saver)
         if region.by_op.get(CHECKPOINT) is None:
-            return keep_as_it_is(x, INPUT_OF_CHECKPOINT)
+            return keep_exact(x, INPUT_OF_CHECKPOINT)
         return self._keep(x, region.keeper_of(CHECKPOINT), saver)
 
     def _keep(self, x: Tensor, region: Region, saver: FrameType, unknown: str = "") -> Saved:
@@ -451,7 +443,7 @@ class SavedTensorHooks:
             why = storage_report.WEIGHT  # autocast's copy of a frozen weight
         else:
             return region.keep_activation(x)
-        return keep_as_it_is(x, why)
+        return keep_exact(x, why)
 
     def _keeper_for(self, x: Tensor, frame: FrameType) -> tuple[Region, str, Any]:
         """Return the region that packs a tensor of other code, by a rule or by the table, or why not, and the call."""
@@ -478,9 +470,9 @@ class SavedTensorHooks:
     def _keep_small(self, x: Tensor) -> Saved:
         """Save a tensor that is too small to pack; a weight's whole storage is in memory anyway."""
         if not (x.is_floating_point() or x.is_complex()):
-            return keep_as_it_is(x, storage_report.NO_FLOATS)
+            return keep_exact(x, storage_report.NO_FLOATS)
         if is_compact(x) or (x.is_leaf and x.requires_grad) or self._region.is_weight(x):
-            return keep_as_it_is(x, storage_report.SMALL)
+            return keep_exact(x, storage_report.SMALL)
         return keep_small(x, self._region.settings)
 
 

@@ -30,7 +30,7 @@ from brevact.quantizers import Layout, PackedSpec, pack_codes, pack_mask, quanti
 _COPY = ("a copy",)
 
 
-def keep_as_it_is(x: Tensor, why: str = storage_report.NEEDED) -> Saved:
+def keep_exact(x: Tensor, why: str = storage_report.NEEDED) -> Saved:
     kept = (x,), AS_IT_IS
     return reported(kept, why) if storage_report.recorders else kept
 
@@ -64,7 +64,7 @@ def compact(x: Tensor) -> Tensor:
 
 def keep_small(x: Tensor, settings: BackwardSettings) -> Saved:
     """Save a small tensor without its larger storage; exact settings save a view: a copy's strides change last bits."""
-    return keep_as_it_is(x if settings.is_exact else compact(x), storage_report.SMALL)
+    return keep_exact(x if settings.is_exact else compact(x), storage_report.SMALL)
 
 
 def keep_mask(mask: Tensor, negative_slope: float = 0.0) -> Saved:
@@ -85,14 +85,14 @@ def keep_places(x: Tensor, settings: BackwardSettings, sizes: Sequence[int], low
     wait for it.
     """
     if x.dtype not in INTEGERS:
-        return keep_as_it_is(x)
+        return keep_exact(x)
     distinct, size = distinct_elements(x), max(sizes, default=1)
     low = -size if lowest is None else lowest
     bits = max((size - 1).bit_length(), 1) if low == 0 and distinct is x else 8
     kinds = [kind for kind in _TYPES_OF_PLACES if torch.iinfo(kind).min <= low and size - 1 <= torch.iinfo(kind).max]
     is_small = bits >= 8 and distinct.nbytes < 4 * settings.min_numel
     if not kinds or kinds[0].itemsize >= x.itemsize or is_small:
-        return keep_as_it_is(x)
+        return keep_exact(x)
     found = find_shared(x, (kinds[0],))
     if found is None:
         codes, packs = distinct.to(kinds[0]), bits < 8
@@ -121,7 +121,7 @@ def beside(kept: Saved, norm: NormInput | None) -> Saved:
 def report_statistics(kept: Saved) -> None:
     tensors, decoder = kept
     for statistic in tensors[len(tensors) - decoder.statistics :]:
-        keep_as_it_is(statistic)
+        keep_exact(statistic)
 
 
 @functools.lru_cache(maxsize=4096)
