@@ -127,7 +127,7 @@ def _slope_of(joint: JointGraph, node: fx.Node, parts: dict[Any, tuple[Any, Any,
 
 def _is_alike(node: fx.Node, x: Any) -> bool:
     one, other = value_of(node), value_of(x)
-    return other is None or (one is not None and one.shape == other.shape and one.dtype is other.dtype)
+    return other is None or (one is not None and shape_of(node) == shape_of(x) and one.dtype is other.dtype)
 
 
 def read_exponential_units(joint: JointGraph) -> None:

@@ -38,8 +38,9 @@ def value_of(node: Any) -> Tensor | None:
 
 
 def shape_of(node: Any) -> tuple[Any, ...]:
+    """Sizes, of symbols as expressions: to compare symbols would fix one at a size where the two are equal."""
     value = value_of(node)
-    return () if value is None else tuple(value.shape)
+    return () if value is None else tuple(size if isinstance(size, int) else size.node.expr for size in value.shape)
 
 
 def numel_of(node: fx.Node) -> int:

@@ -270,6 +270,15 @@ def test_batches_of_dynamic_size(make, x):
         assert_near(near, grads)
 
 
+def test_a_batch_as_large_as_a_layer_leaves_sizes_dynamic():
+    parts = nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 5)
+    run = compiled(model := brevact.quantize_backward(nn.Sequential(*parts), FINE), "aot_eager", dynamic=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for x in (torch.randn(5, 8), torch.randn(3, 8)):
+            (_, grads, _), (_, near, _) = step(nn.Sequential(*parts), model, x), step(run, model, x)
+            assert_near(near, grads)
+
+
 @pytest.mark.parametrize("dtype", some_of([torch.bfloat16, torch.float16], quick=2))
 def test_autocast(dtype):
     with torch.autocast("cpu", dtype):
