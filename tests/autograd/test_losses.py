@@ -198,6 +198,16 @@ def test_kl_div_keeps_gradients_of_other_functions():
     assert torch.equal(x.grad, -target)
 
 
+def test_sums_of_targets_may_exceed_what_float16_probabilities_hold():
+    x, target = torch.randn(16, 64).half(), torch.rand(16, 64) * 1e6
+
+    def loss(x: Tensor) -> Tensor:
+        return (x.log_softmax(1) * target).mul(2**-13).sum()
+
+    (_, want), (_, got) = run_loss(loss, x, None), run_loss(loss, x, settings(bit_width=24))
+    assert (got - want).norm() < 4 * torch.finfo(torch.float16).eps * want.norm()
+
+
 ROWS, CLASSES = 4133, 2053  # two chunks
 TYPES, REDUCTIONS = (torch.float32, torch.bfloat16, torch.float16, torch.float64), ("mean", "sum", "none")
 

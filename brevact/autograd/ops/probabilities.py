@@ -153,8 +153,8 @@ class _Factor(NamedTuple):
     dim: int
 
     def __call__(self, rest: Tensor, total: Tensor, p: Tensor, places: Tensor) -> Tensor:
-        p = _summing_to_1(_turn_sure(p.clone(), self.dim, places), self.dim)
-        return p.mul_(total).add_(rest).to(rest.dtype)
+        p = p.to(torch.promote_types(p.dtype, total.dtype), copy=True)  # float16 may not hold p s
+        return _summing_to_1(_turn_sure(p, self.dim, places), self.dim).mul_(total).add_(rest).to(rest.dtype)
 
 
 def keep_factor_of_logs(region: Region, t: Tensor, x: Tensor, *, is_even: bool = False) -> Saved | None:
@@ -170,7 +170,8 @@ def keep_factor_of_logs(region: Region, t: Tensor, x: Tensor, *, is_even: bool =
     t, p = t.detach(), (x if found.logs is None else found.logs).detach().exp()
     total = t.sum(found.dim, keepdim=True).nan_to_num(0, 0, 0)
     finer = with_bits(region, 5) if settings.derives_curved else region  # where t is 1 at one place: 0.19, not 0.3
-    rest = finer.keep((t - p.mul_(total)).to(t.dtype), share=False)
+    p = p.to(torch.promote_types(p.dtype, t.dtype)).mul_(total)
+    rest = finer.keep((t - p).to(t.dtype), share=False)
     found.readers.append(True)
     kept = rest, keep_exact(total), *found.kept
     return function_of(_Factor(found.dim), kept, t, is_pointwise=False, most_packed=len(kept))
