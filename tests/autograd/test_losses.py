@@ -208,6 +208,14 @@ def test_sums_of_targets_may_exceed_what_float16_probabilities_hold():
     assert (got - want).norm() < 4 * torch.finfo(torch.float16).eps * want.norm()
 
 
+def test_variables_times_log_probabilities_stay_exact():
+    x, t = (torch.randn(16, 64, requires_grad=True) for _ in range(2))
+    with region(settings(bit_width=4)):
+        log_p = x.log_softmax(1)
+        out = log_p * t
+    assert torch.equal(torch.autograd.grad(out.sum(), log_p)[0], t)
+
+
 ROWS, CLASSES = 4133, 2053  # two chunks
 TYPES, REDUCTIONS = (torch.float32, torch.bfloat16, torch.float16, torch.float64), ("mean", "sum", "none")
 

@@ -165,7 +165,7 @@ def keep_factor_of_logs(region: Region, t: Tensor, x: Tensor, *, is_even: bool =
     found, settings = find_logs(x), region.settings
     if found is None or t.shape != x.shape or not (settings.derives_curved or (is_even and settings.derives)):
         return None
-    if region.is_weight(t):
+    if region.is_weight(t) or (t.is_leaf and t.requires_grad):
         return None
     t, p = t.detach(), (x if found.logs is None else found.logs).detach().exp()
     total = t.sum(found.dim, keepdim=True).nan_to_num(0, 0, 0)
