@@ -55,8 +55,9 @@ def _of_variance(node: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     variance, mean = results.get(0), results.get(1)
     above = [x for each in variance.users for x in (each, *each.users)] if variance is not None else []
     invstd = next((each for each in above if packet_of(each) is aten.rsqrt), None)
-    is_found = mean is not None and invstd is not None and shape_of(mean) == shape_of(invstd)
-    return (mean, invstd) if is_found and len(shape_of(mean)) == len(shape_of(x)) else None  # type: ignore
+    if mean is None or invstd is None or shape_of(mean) != shape_of(invstd):
+        return None
+    return (mean, invstd) if len(shape_of(mean)) == len(shape_of(x)) else None
 
 
 def _inverse(node: fx.Node, *of: fx.Node) -> fx.Node | None:

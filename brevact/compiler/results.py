@@ -55,14 +55,14 @@ def _watched(compiler: Callable[..., Any]) -> Callable[..., Any]:
         with packing(graph) as rows:
             run = compiler(graph, inputs, **options)
 
-        def run_told(*values: Any) -> Any:
+        def run_reported(*values: Any) -> Any:
             if storage_report.recorders and rows is not None:
                 if not rows:
                     rows.extend(rows_of(compiler, graph, values))
                 storage_report.report_graph(rows)
             return run(*values)
 
-        return _in_region(run, run_told)
+        return _in_region(run, run_reported)
 
     compile_watched.is_brevact = True  # type: ignore[attr-defined]
     return compile_watched

@@ -125,8 +125,7 @@ def _assert_unbiased(function, bit_width, rounding, classes, g=None):
 def test_products_of_log_probabilities_are_unbiased(is_even, bit_width):
     """At 4 bits the gradient is quadratic in probabilities if that of the products varies."""
     t, g = torch.rand(10, 2), torch.ones(10, 2) if is_even else torch.randn(10, 2)
-    function = lambda x, dim: t.repeat(len(x), 1, 1) * x.log_softmax(dim)  # noqa: E731
-    _assert_unbiased(function, bit_width, Rounding.DITHERED, 10, g)
+    _assert_unbiased(lambda x, dim: t.repeat(len(x), 1, 1) * x.log_softmax(dim), bit_width, Rounding.DITHERED, 10, g)
 
 
 @pytest.mark.parametrize("classes", some_of([4, 10, 100], quick=[4, 10]))
