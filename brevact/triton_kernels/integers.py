@@ -113,7 +113,7 @@ def fake_quantize_kernel(
     NUMBERS_ROUND: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     TOP: tl.constexpr = (1 << WIDTH) - 1
-    FEW_SCALES: tl.constexpr = CLIPS and (ALIGNED or not SCALES)
+    FEW_SCALES: tl.constexpr = CLIPS and BIT_WIDTH <= 16 and (ALIGNED or not SCALES)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     parts_of_one = parts_of(_number(scale_ptr, 0, True, dtype, NUMBERS_ROUND, False))
     if residual_ptr is not None:
