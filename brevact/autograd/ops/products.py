@@ -449,7 +449,8 @@ def _divides_by_activation(place: int, region: Region, args: tuple) -> bool:
 
 _OF_ELEMENTS = Stored(
     "products of activations",
-    "each factor once, packed, that of a log-softmax less a multiple of probabilities; a weight unpacked",
+    "each factor once, packed, that of a log-softmax less a multiple of probabilities; a weight and that of another "
+    "logarithm unpacked",
     "unbiased; that of a log-softmax by factors that differ by class, bias Var of one packed copy",
 )
 _DIVISION = Stored("division by an activation", "as in PyTorch", EXACT)

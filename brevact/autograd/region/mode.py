@@ -220,10 +220,10 @@ def _track(
         return
     if row.is_pointwise and is_tracked == 2:
         carry(tensors, result)
+    adds = row.kind is Kind.SUM or (row.kind is Kind.BILINEAR and len(tensors) == 1)
+    carry_logs(func, args, kwargs, tensors, result, adds=adds)
     if row.kind is None:
         return
-    if row.kind is Kind.SUM or (row.kind is Kind.BILINEAR and len(tensors) == 1):
-        carry_logs(tensors, result)
     # A new result is known only if the counterpart recorded it; a move may return a view of a known tensor.
     is_new = row.kind is not Kind.MOVE and not row.overwrites
     if row.is_pointwise and len(args) == 2 and type(args[1]) in (int, float, bool):
