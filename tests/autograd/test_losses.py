@@ -208,6 +208,76 @@ def test_factors_far_from_probabilities_are_saved_by_themselves(margin):
     assert 0 < (got - want).norm() < 0.3 * want.norm()
 
 
+def _magnitudes(x: Tensor) -> Tensor:
+    spectrum = torch.fft.rfft(x)
+    return (spectrum.real**2 + spectrum.imag**2 + 1e-7).sqrt().log()
+
+
+def _powers(x: Tensor) -> Tensor:
+    spectrum = torch.fft.rfft(x)
+    return (spectrum.real * spectrum.real + spectrum.imag * spectrum.imag + 1e-7).log()
+
+
+def _mel(x: Tensor) -> Tensor:
+    return (torch.view_as_real(torch.fft.rfft(x)).pow(2).sum(-1) + 1e-9).sqrt().clamp(min=1e-5).log()
+
+
+def _edges(x: Tensor) -> Tensor:
+    return ((x[1:, :-1] - x[:-1, :-1]) ** 2 + (x[:-1, 1:] - x[:-1, :-1]) ** 2 + 1e-6).sqrt()
+
+
+def _similarity(x: Tensor, target: Tensor) -> Tensor:
+    """SSIM."""
+    x, target = (each.view(8, 1, 64, 64) / 10 + 0.5 for each in (x, target))
+    u, v, squares, other, products = (F.avg_pool2d(y, 7, 1) for y in (x, target, x * x, target**2, x * target))
+    means = (2 * u * v + 1e-4) / (u**2 + v**2 + 1e-4)
+    return 1 - (means * (2 * (products - u * v) + 9e-4) / (squares - u**2 + other - v**2 + 9e-4)).mean()
+
+
+def _contrast(x: Tensor, target: Tensor) -> Tensor:
+    """SupCon, written out, of classes that lie apart."""
+    of_class = (torch.arange(512) % 8).view(-1, 1) == torch.arange(512) % 8
+    x = F.normalize(0.3 * x + 8 * F.one_hot(torch.arange(512) % 8, 64))
+    products = x @ x.mT / 0.07
+    products = products - products.amax(1, keepdim=True).detach()
+    logs = products - (products.exp() * (1 - torch.eye(512))).sum(1, keepdim=True).log()
+    return -(logs * of_class).sum(1).mean()
+
+
+def _log_sigmoids(x: Tensor, target: Tensor) -> Tensor:
+    x = x + 6 * target.sign()
+    return -torch.where(target > 0, F.logsigmoid(x), F.logsigmoid(-x)).mean()
+
+
+def _gaussians(x: Tensor) -> Tensor:
+    return torch.exp(-(((x.unsqueeze(2) - torch.linspace(-2, 2, 8)) / 0.5) ** 2))
+
+
+DIFFERENCES = {
+    "Gaussians": lambda x, target: F.mse_loss(_gaussians(x), _gaussians(target)),
+    "magnitudes": lambda x, target: F.l1_loss(_magnitudes(x), _magnitudes(target)),
+    "powers": lambda x, target: F.l1_loss(_powers(x), _powers(target)),
+    "mel": lambda x, target: F.l1_loss(_mel(x), _mel(target)),
+    "edges": lambda x, target: F.l1_loss(_edges(x), _edges(target)),
+    "similarity": _similarity,
+    "contrast": _contrast,
+    "log-sigmoids": _log_sigmoids,
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_losses_that_divide_by_small_differences_have_little_noise(name):
+    """Magnitudes near 0, variances, sums of exponentials that are near to one of these."""
+    x = torch.randn(512, 64)
+    target = x + torch.randn(512, 64) / 10
+
+    def loss(x: Tensor) -> Tensor:
+        return DIFFERENCES[name](x * 1, target)
+
+    (_, want), (_, got) = run_loss(loss, x, None), run_loss(loss, x, settings(bit_width=4))
+    assert (got - want).norm() < 0.3 * want.norm()
+
+
 class _Classes(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

@@ -307,6 +307,9 @@ class SavedTensorHooks:
         for x in tensors:
             give_up_saturated(x, self._outer)
 
+    def refine(self, x: Tensor, keep: Callable[[Tensor], Saved]) -> None:
+        give_up(x, self._outer, keep=keep)
+
     def run_backward(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run a backward pass inside the region; it builds the second graph (:meth:`_keep_of_second_graph`)."""
         try:

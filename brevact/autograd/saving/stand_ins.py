@@ -36,6 +36,8 @@ def _signs(mask: Tensor, dtype: torch.dtype, inside: float) -> Tensor:
     return signs if inside == 1.0 else signs.mul_(inside)
 
 
+#: Tensors that a function of them holds, such as the differences of a total variation.
+_MOST_CARRIED = 3
 _LOGARITHMS = frozenset(("log", "log2", "log10", "log1p"))
 _DIFFERENCES = frozenset(("sub", "subtract", "__sub__"))
 _MOVES = frozenset(("clone", "contiguous", "reshape", "flatten", "__getitem__", "index_select"))
@@ -60,7 +62,7 @@ def offer(x: Tensor, stored: SavedByHook, inverses: tuple[BoundCall, ...] = (), 
 
 
 def carry(tensors: list[Tensor], out: Any) -> None:
-    """Let a pointwise function of a saturating output and constants hold that output as long as it lives."""
+    """Let a function of saturating outputs and constants hold these outputs as long as it lives."""
     if type(out) is not Tensor or out.is_inference() or out.layout is not torch.strided:
         return
     found: dict[int, Tensor] = {}
@@ -74,7 +76,8 @@ def carry(tensors: list[Tensor], out: Any) -> None:
         if not carried:
             return
         found |= {each.untyped_storage()._cdata: each for each in carried}
-    if len(found) == 1 and out.untyped_storage()._cdata not in found:
+    is_one = len(found) == 1 or not any(getattr(find_record(x), "saturates", True) for x in found.values())
+    if 1 <= len(found) <= _MOST_CARRIED and is_one and out.untyped_storage()._cdata not in found:
         record = record_of(out)
         if record is not None:
             record.carried = tuple(found.values())
@@ -175,8 +178,16 @@ def offer_again(func: Callable, args: tuple, kwargs: dict[str, Any], out: Tensor
             offer(out, stored, (BoundCall(inverse, (Tensor, number)), *inverses))
 
 
-def give_up(x: Tensor, outer: tuple[Callable, Callable] | None, why: str = storage_report.EXACT_POLICY) -> None:
-    """Replace the stand-ins in the storage of ``x``, which an op saves unpacked; ``outer``: hooks around the region."""
+def give_up(
+    x: Tensor,
+    outer: tuple[Callable, Callable] | None,
+    why: str = storage_report.EXACT_POLICY,
+    keep: Callable[[Tensor], Saved] | None = None,
+) -> None:
+    """Replace the stand-ins in the storage of ``x``, which an op saves unpacked, or as ``keep`` packs it.
+
+    ``outer``: hooks around the region.
+    """
     if x.is_inference() or x.layout is not torch.strided:
         return
     record = find_record(x)
@@ -184,20 +195,21 @@ def give_up(x: Tensor, outer: tuple[Callable, Callable] | None, why: str = stora
         return
     carried, offered, record.carried, record.offered = record.carried, record.offered, (), ()
     for source in carried:
-        give_up(source, outer, why)
+        give_up(source, outer, why, keep)
     for reference, version, dtype, place, inverses in offered:
         stored = reference()
         if stored is None or version != x._version or dtype is not x.dtype:
             continue
         out = x.detach().as_strided(*place)  # x may be a view of it: all of the storage is kept
-        kept: Saved | None = (out,), AS_IT_IS
+        kept: Saved | None = keep(out) if keep else ((out,), AS_IT_IS)
         for inverse in inverses:
             kept = kept and function_of(inverse, (kept,), out)
         if kept is None:
             continue
         if storage_report.recorders:
             storage_report.withdraw(stored.handles)
-            storage_report.report_saved(kept, why)
+            if not keep:
+                storage_report.report_saved(kept, why)
         stored.fill(kept, outer)
 
 
