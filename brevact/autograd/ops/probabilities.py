@@ -45,7 +45,6 @@ from torch.nn import functional as F
 from brevact.autograd.deriving.derived import function_of
 from brevact.autograd.ops.base import Formula, can_pack, run_inside, save, with_bits, with_settings
 from brevact.autograd.ops.op import UNBIASED, Op, Saves, Stored, everywhere
-from brevact.autograd.ops.vector_norms import LEAST_LENGTH
 from brevact.autograd.region.settings import BackwardSettings
 from brevact.autograd.saving.saved import Region, Saved
 from brevact.autograd.saving.stand_ins import Logs, find_logs, like_of, note_logs, source_of
@@ -81,6 +80,8 @@ def _saves_whole(region: Region, out: Tensor, dim: int) -> tuple[Saved, ...]:
 
 _WHOLE = _Rule(_saves_whole, _of_whole)
 
+#: Most distributions of a mixture, whose probabilities are small differences near a target.
+_MOST_MIXED = 3
 #: Attention, along the last of three or more dimensions, has more keys than this.
 _MOST_CLASSES_OF_SCORES = 32
 
@@ -240,8 +241,8 @@ def _logsumexp(region: Region, func: Callable, input: Tensor, dim: Any, keepdim:
         return NotImplemented
     dims, dtype = dim if isinstance(dim, Sequence) else (dim,), input.dtype
     places, readers = sorted(place % input.dim() for place in dims), list[bool]()
-    is_mixture = math.prod(input.shape[place] for place in places) < LEAST_LENGTH
-    finer = with_bits(region, 8) if is_mixture else region
+    is_of_few = math.prod(input.shape[place] for place in places) <= _MOST_MIXED
+    finer = with_bits(region, 8) if is_of_few else region
 
     def run(ctx: Any, x: Tensor) -> Tensor:
         out: Tensor = func(x, dim, keepdim)
@@ -270,7 +271,7 @@ _STORED = Stored(
 )
 _OF_LOGARITHMS = Stored(
     "log-softmax, log-sum-exp",
-    "the probabilities, packed, one above 1/2 by what is left to 1, and its class; of a sum of less than 16 at 8 bits",
+    "the probabilities, packed, one above 1/2 by what is left to 1, and its class; of a sum of up to 3 at 8 bits",
     UNBIASED,
 )
 OPS = (

@@ -457,7 +457,7 @@ def _divides_by_activation(place: int, region: Region, args: tuple) -> bool:
 _OF_ELEMENTS = Stored(
     "products of activations",
     "each factor once, packed, that of a log-softmax less a multiple of probabilities; a weight, that of another "
-    "logarithm, and images of up to 4 channels unpacked",
+    "logarithm, and images of up to 3 channels unpacked",
     "unbiased; that of a log-softmax by factors that differ by class, bias Var of one packed copy",
 )
 _DIVISION = Stored("division by an activation", "as in PyTorch", EXACT)

@@ -364,7 +364,7 @@ def keep_square(region: Any, func: Callable, input: Any, *exponent: float) -> An
     is_product, turns, has_rows = _is_product(region, input), _is_probability(input), are_rows(input.shape, (-1,))
     runner = region.hooks if input.dtype is torch.float32 else region.torch_runner(input)  # autocast copies others
     is_plain = not (turns or is_product or runner is None)
-    is_difference = is_plain and _is_difference(input)
+    is_difference = is_plain and _may_be_near_zero(input)
     if not (turns or is_product or is_difference or has_rows):
         return NotImplemented
     if is_difference or (is_plain and _may_be_held(region, input)):
@@ -385,18 +385,18 @@ def keep_square(region: Any, func: Callable, input: Any, *exponent: float) -> An
     return region.apply(Formula, run, lambda needs, grad, kept: (kept.multiply(grad).mul_(2.0),), input)
 
 
-def _is_difference(x: Tensor) -> bool:
-    """Return whether a tensor is a difference, perhaps over a constant, or a part of a complex number, or a view."""
+def _may_be_near_zero(x: Tensor) -> bool:
+    """Return whether a tensor is a scaled difference or exponential, a part of complex numbers, or a view of one."""
     whole = x._base if x._is_view() and x._base is not None else x
     node = whole.grad_fn
     while node is not None and node.name() in ("DivBackward0", "MulBackward0") and node.next_functions[1][0] is None:
         node = node.next_functions[0][0]
-    return whole.is_complex() or (node is not None and node.name() == "SubBackward0")
+    return whole.is_complex() or (node is not None and node.name() in ("SubBackward0", "ExpBackward0"))
 
 
 def is_image(x: Tensor) -> bool:
-    """Return whether a tensor has at most four channels of maps: small beside a network's, and near a target."""
-    return x.dim() == 4 and x.shape[1] <= 4 and min(x.shape[2:]) >= _LEAST_IMAGE
+    """Return whether a tensor has up to three channels of maps: small beside a network's, and near a target."""
+    return x.dim() == 4 and x.shape[1] <= 3 and min(x.shape[2:]) >= _LEAST_IMAGE
 
 
 def _exponential(region: Region, func: Callable, input: Tensor) -> Any:
@@ -414,7 +414,7 @@ def _exponential(region: Region, func: Callable, input: Tensor) -> Any:
     keep = with_bits(region, EMBEDDING_BITS).keep
     for x in squared:
         region.hooks.refine(x, keep)
-    return region.hooks.run_torch_function(func, input, keep=keep)
+    return region.hooks.run_torch_function(func, input, keep=keep, offers=True)
 
 
 def _is_product(region: Region, x: Tensor) -> bool:

@@ -283,7 +283,7 @@ class SavedTensorHooks:
             packed = self._hand_on(found)
             is_rounded = not (kept or mask_of or found[1].quality.is_exact)
             if isinstance(packed, SavedByHook) and (offers or mask_of or is_rounded):
-                offer(x, packed, saturates=is_rounded)
+                offer(x, packed, saturates=is_rounded and not offers)
             return packed
 
         return self._run_marked(pack, function, input)
