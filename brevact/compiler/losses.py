@@ -76,7 +76,9 @@ def _is_of_loss(joint: JointGraph, node: fx.Node) -> bool:
     value, settings = value_of(node), joint.settings_of([node])
     if settings is None or settings.is_exact or settings.is_lossless or value is None:
         return False
-    is_linear = packet_of(node) in table.ADDITIVE or packet_of(node) in (aten.mul, aten.div)
+    if packet_of(node) is aten.eq:
+        return bool(node.args[1] == 0)  # which a tangent other than 0 leaves
+    is_linear = packet_of(node) in table.ADDITIVE | {aten.mul, aten.div, prims.fma}
     return is_linear and value.dtype in (torch.float32, torch.bfloat16, torch.float64)
 
 

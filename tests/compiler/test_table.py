@@ -308,6 +308,14 @@ def _from_teacher(x: Tensor) -> Tensor:
     return F.kl_div(x.log_softmax(1), teacher, reduction="batchmean")
 
 
+def _pairs(x: Tensor) -> Tensor:
+    """SigLIP against frozen embeddings."""
+    x = activation((x - 6 * x.detach().sign()).view(256, 32))
+    other = x.detach() + 0.1 * torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+    products = F.normalize(x, dim=1) @ F.normalize(other, dim=1).mT
+    return -F.logsigmoid((2 * torch.eye(len(x)) - 1) * 10 * (products - 1)).sum(1).mean()
+
+
 def _wide_rows(x: Tensor) -> Tensor:
     """Rows of a layer, one number of which is far larger than the others."""
     generator = torch.Generator().manual_seed(1)
@@ -340,6 +348,7 @@ SURE = {
     "squared Dice": _squared_dice,
     "divergence from a teacher": _from_teacher,
     "the same written out": lambda x: (_near(x).softmax(1) * (_near(x).log_softmax(1) - x.log_softmax(1))).sum(),
+    "pairs of embeddings": _pairs,
     "cosine similarity": lambda x: (1 - F.cosine_similarity(x, _near(x))).mean(),
 }
 
