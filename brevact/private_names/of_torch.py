@@ -183,12 +183,10 @@ fx_traceback = find("torch.fx.traceback")
 annotate = find(
     "torch.fx.traceback.annotate"
 )  #: Context in which nodes that are traced get entries of `meta["custom"]`.
-#: Dynamo's classes of variables: of any, of dictionaries, frozen dataclasses, methods, modules and modes.
+#: Dynamo's classes of variables: of any, of frozen dataclasses, methods and modes.
 VariableTracker = find("torch._dynamo.variables.base.VariableTracker")
-DictVariable = find("torch._dynamo.variables.dicts.ConstDictVariable")
 FrozenDataClassVariable = find("torch._dynamo.variables.user_defined.FrozenDataClassVariable")
 MethodVariable = find("torch._dynamo.variables.functions.UserMethodVariable")
-ModuleVariable = find("torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable")
 FunctionModeVariable = find("torch._dynamo.variables.torch_function.TorchFunctionModeVariable")
 skip_code = find("torch._dynamo.eval_frame.skip_code")
 get_overridable_functions = find("torch._dynamo.variables.torch.get_overridable_functions")
