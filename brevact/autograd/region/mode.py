@@ -38,7 +38,6 @@ from brevact.private_names.of_torch import (
 )
 
 _is_grad_enabled = torch.is_grad_enabled
-_is_compiling = torch.compiler.is_dynamo_compiling
 
 
 class EagerMode(marks.RegionMode):
@@ -47,8 +46,6 @@ class EagerMode(marks.RegionMode):
     @marks.skipped_by_dynamo
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if _is_compiling():
-            return marks.traced_call(self, func, types, args, kwargs)
         if frame_callback() is not None:  # between the graphs of a compiled model
             return marks.out_of_dynamo(self.__torch_function__)(func, types, args, kwargs)
         row = ROWS.get(func)
