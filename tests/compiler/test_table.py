@@ -316,6 +316,17 @@ def _pairs(x: Tensor) -> Tensor:
     return -F.logsigmoid((2 * torch.eye(len(x)) - 1) * 10 * (products - 1)).sum(1).mean()
 
 
+def _discrepancy(x: Tensor) -> Tensor:
+    """Maximum mean discrepancy of samples that are near those of a target."""
+    x = activation((x - 6 * x.detach().sign()).view(256, 32))
+    other = x.detach() + 0.1 * torch.randn(x.shape, generator=torch.Generator().manual_seed(1)) + 0.1
+
+    def similarity(a: Tensor, b: Tensor) -> Tensor:
+        return torch.exp(-(torch.cdist(a, b) ** 2) / 64).mean()
+
+    return similarity(x, x) - 2 * similarity(x, other)
+
+
 def _wide_rows(x: Tensor) -> Tensor:
     """Rows of a layer, one number of which is far larger than the others."""
     generator = torch.Generator().manual_seed(1)
@@ -349,6 +360,8 @@ SURE = {
     "divergence from a teacher": _from_teacher,
     "the same written out": lambda x: (_near(x).softmax(1) * (_near(x).log_softmax(1) - x.log_softmax(1))).sum(),
     "pairs of embeddings": _pairs,
+    "discrepancy": _discrepancy,
+    "divergence to probabilities": lambda x: F.kl_div(_near(x).log_softmax(1), x.softmax(1), reduction="sum"),
     "cosine similarity": lambda x: (1 - F.cosine_similarity(x, _near(x))).mean(),
 }
 
