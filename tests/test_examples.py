@@ -14,7 +14,11 @@ from tests.libraries import marks_of
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 #: Libraries that an example needs beyond the package's own, which `make test-all` installs.
-LIBRARIES = {"hugging_face": ("accelerate", "transformers"), "with_lightning": ("lightning",)}
+LIBRARIES = {
+    "hugging_face": ("accelerate", "transformers"),
+    "lora": ("peft", "transformers"),
+    "with_lightning": ("lightning",),
+}
 #: Inductor compiles it, for seconds.
 COMPILED = "compiled"
 MOST_STATEMENTS = 12

@@ -203,6 +203,33 @@ def test_a_swapped_rule_is_recognised():
         quantize_backward(model(), {StochBackward2bit: "0"})
 
 
+def test_a_policy_as_a_rule_is_told_where_rules_go():
+    with pytest.raises(TypeError, match=r"yours go before them: brevact\.DEFAULT\.let\("):
+        quantize_backward(model(), {"0": None, "*": brevact.DEFAULT})
+
+
+def test_losses_take_a_model_and_a_batch():
+    for call in (memory_report, brevact.step_report):
+        with pytest.raises(TypeError, match=r"loss: got .*; accepted is a function of the model and a batch"):
+            call(model(), X, lambda output: output.mean())
+    with pytest.raises(TypeError, match="loss: got"):
+        gradient_report(model(), TWO, lambda output: output.mean())
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "words"),
+    [
+        (lambda model, batch: None, TypeError, "loss: returned None .*; return a scalar tensor"),
+        (lambda model, batch: model(batch), ValueError, r"loss: returned a tensor of shape \(4, 8\)"),
+        (lambda model, batch: model(batch).mean().detach(), ValueError, "loss: returned .* requires no gradient"),
+    ],
+)
+def test_losses_return_scalars_with_a_gradient(loss, error, words):
+    for call in (lambda: brevact.step_report(model(), X, loss), lambda: gradient_report(model(), TWO, loss)):
+        with pytest.raises(error, match=words):
+            call()
+
+
 def test_a_large_model_is_shown_in_short():
     large = nn.Sequential(*[nn.Linear(8, 8) for _ in range(300)])
     for call in (quantizer, backward_quant, lambda x: quantizer(StochBackward2bit, bucket_size=x), BackwardSettings):

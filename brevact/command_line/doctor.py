@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes.util
-import importlib.metadata
 import importlib.util
 import itertools
 import os
@@ -84,8 +83,8 @@ def doctor() -> int:
 def _versions() -> Iterator[Finding]:
     yield Finding(OK, f"brevact {__version__}, Python {platform.python_version()}, {platform.machine()}")
     try:
-        lines = importlib.metadata.requires("brevact") or []
-    except importlib.metadata.PackageNotFoundError:
+        lines = metadata.requires("brevact") or []
+    except metadata.PackageNotFoundError:
         yield Finding(
             NOTE, "brevact is not installed, so that versions cannot be checked", "pip install . in a checkout"
         )
@@ -94,8 +93,8 @@ def _versions() -> Iterator[Finding]:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         try:
-            version = importlib.metadata.version(requirement.name)
-        except importlib.metadata.PackageNotFoundError:
+            version = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
             yield Finding(WRONG, f"{requirement.name} is not installed", f"pip install '{requirement}'")
             continue
         if requirement.specifier.contains(version, prereleases=True):

@@ -22,7 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         print(plan(options))
     except (ImportError, OSError, TypeError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        hint = "; python -m brevact doctor finds libraries that do not import" * isinstance(error, ImportError)
+        print(f"error: {error}{hint}", file=sys.stderr)
         return 2
     return 0
 

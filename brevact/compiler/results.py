@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import fx
 
@@ -19,25 +19,6 @@ from brevact.private_names.of_torch import (
     pop_function_mode,
     push_function_mode,
 )
-
-
-class Marked(NamedTuple):
-    """A region that Dynamo traces, whose nodes get its mark."""
-
-    text: str
-    depth: int  # number of modes around it
-    tracer: Any  # of the graph, or of the function of a higher-order op
-    owner: Any = None  # module
-
-
-def marked_regions(translator: Any) -> list[Marked]:
-    regions: list[Marked] = translator.output.__dict__.setdefault("brevact_regions", [])
-    return regions
-
-
-def is_recomputed(translator: Any) -> bool:
-    """Whether Dynamo traces the function of a higher-order op in a region: a checkpoint recomputes saved tensors."""
-    return any(each.tracer is not translator.output.current_tracer for each in marked_regions(translator))
 
 
 def watch_graph(graph: Any) -> None:

@@ -157,6 +157,8 @@ def _fix(source: Any) -> str:
         return "a model goes first, its quantizer second: brevact.quantize_backward(model, StochBackward2bit); "
     if isinstance(source, Mapping | list | tuple):
         return 'rules are a mapping, for brevact.quantize_backward: {"head": None, "*": StochBackward2bit}; '
+    if hasattr(source, "rules"):
+        return 'a policy has rules of its own, and yours go before them: brevact.DEFAULT.let({"head": None}); '
     if source is None:
         return "full precision is what a model has without a policy: brevact.restore_backward(model); "
     return ""

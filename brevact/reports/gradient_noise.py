@@ -7,6 +7,7 @@ subtracted from the squared mean error. All passes of a batch use the same torch
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -42,8 +43,9 @@ def gradients(model: nn.Module, batch: Any, loss: Loss, seed: int, quantization:
     others: list[tuple[Tensor, Tensor | None]] = []
     try:
         with nullcontext() if quantization is None else seeded(quantization):
-            value = loss(model, batch)
-            _check_value(value)
+            value = checked_value(loss(model, batch))
+            if not bool(value.isfinite()):
+                raise ValueError(f"loss: returned {float(value.detach())}; noise is measured where losses are finite")
             own = {id(p) for p in model.parameters()}
             for node in nodes_behind([torch.autograd.graph.get_gradient_edge(value).node]):
                 leaf = getattr(node, "variable", None)  # of the loss alone, or an input that requires a gradient
@@ -89,7 +91,7 @@ def training(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _check_value(value: Any) -> None:
+def checked_value(value: Any) -> Tensor:
     fix = "return a scalar tensor: lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
     if not isinstance(value, Tensor):
         raise TypeError(f"loss: returned {brief(value)} of type {type(value).__name__}; {fix}")
@@ -100,8 +102,7 @@ def _check_value(value: Any) -> None:
             "loss: returned a tensor that requires no gradient; compute it with the model that is passed, without "
             "detach(), item() and torch.no_grad()"
         )
-    if not bool(value.isfinite()):
-        raise ValueError(f"loss: returned {float(value.detach())}; noise is measured where losses are finite")
+    return value
 
 
 def check_repeats(first: Gradients, second: Gradients, changed: Sequence[str]) -> None:
@@ -136,11 +137,18 @@ def check_batches(batches: Any, call: str) -> None:
 
 
 def check_loss(loss: Any) -> None:
-    if not callable(loss) or isinstance(loss, nn.Module | type):
+    if not callable(loss) or isinstance(loss, nn.Module | type) or not _takes_two(loss):
         raise TypeError(
             f"loss: got {brief(loss)} of type {type(loss).__name__}; accepted is a function of the model and a batch: "
             "lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
         )
+
+
+def _takes_two(loss: Callable[..., Any]) -> bool:
+    try:
+        return bool(inspect.signature(loss).bind(None, None).args)
+    except (TypeError, ValueError) as error:
+        return isinstance(error, ValueError)  # of a builtin, whose signature is unknown
 
 
 #: The model's seeds are consecutive, one per batch; quantizers' seeds are far from them.

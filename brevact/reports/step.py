@@ -23,7 +23,7 @@ from brevact.policy.attach import attach_policy, region_of_step
 from brevact.private_names.of_torch import allocations, quietly
 from brevact.quantizers.checks import check_int
 from brevact.reports.batches import tensors_of, without_surroundings
-from brevact.reports.gradient_noise import Loss, check_loss
+from brevact.reports.gradient_noise import Loss, check_loss, checked_value
 from brevact.reports.in_place import in_place
 from brevact.tables import size_text, text_table, write_csv
 
@@ -126,12 +126,16 @@ def step_report(
         The report: seconds of each step, and both peaks.
 
     Raises:
-        TypeError: ``model`` is not a module, ``loss`` not a function, or ``rounds`` not an int.
-        ValueError: ``rounds`` is less than 2; or ``model`` has lazy parameters, or wraps several devices.
+        TypeError: ``model`` is not a module, ``loss`` not a function of two arguments that returns a tensor, or
+            ``rounds`` not an int.
+        ValueError: ``rounds`` is less than 2; the loss is no scalar, or requires no gradient; or ``model`` is on the
+            meta device, has lazy parameters, or wraps several devices.
     """
     check_model(model, "step_report(model, batch, loss)", batch)
     check_loss(loss)
     check_int("rounds", rounds, 2)  # for a spread
+    if device_of(model, batch).type == "meta":
+        raise ValueError("model: on the meta device no step runs; memory_report(model, batch, loss) counts its bytes")
     batch, note = without_surroundings(batch), ""
     with in_place(model):
         if not any(regions_of(module) for module in model.modules()):
@@ -164,7 +168,7 @@ def step_of(model: nn.Module, batch: Any, loss: Loss, *, packs: bool, is_compile
         outside = nullcontext() if current_region() is None else region(None)
         regions = nullcontext() if packs else regions_disabled(is_compiled)
         with outside, regions:  # also in backward, where checkpoints recompute
-            StepLoss(loss)(model, batch).backward()
+            checked_value(StepLoss(loss)(model, batch)).backward()
         model.zero_grad(set_to_none=True)
 
     return run

@@ -47,3 +47,12 @@ def test_doctor_says_that_triton_needs_a_c_compiler(monkeypatch):
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert any(each.state == doctor.WRONG and "install gcc" in each.fix for each in doctor._compiler())
+
+
+def test_plan_names_doctor_where_transformers_do_not_import(tmp_path):
+    (tmp_path / "transformers.py").write_text("raise ImportError('broken')")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[2]}"}
+    command = [sys.executable, "-m", "brevact", "plan", "Qwen3-8B"]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert found.returncode == 2 and found.stderr.startswith("error: MODEL Qwen3-8B")
+    assert found.stderr.endswith("python -m brevact doctor finds libraries that do not import\n")

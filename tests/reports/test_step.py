@@ -91,3 +91,8 @@ def test_a_model_with_checkpoints_is_measured(policy):
 def test_rounds_are_checked(rounds):
     with pytest.raises((TypeError, ValueError), match="rounds"):
         brevact.step_report(net(), BATCH, loss, rounds=rounds)
+
+
+def test_no_step_is_timed_on_the_meta_device():
+    with torch.device("meta"), pytest.raises(ValueError, match="on the meta device no step runs; memory_report"):
+        brevact.step_report(net(), torch.empty(4, 3, 8, 8), loss)
