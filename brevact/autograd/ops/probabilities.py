@@ -165,25 +165,21 @@ def _with_multiple(rest: Tensor, total: Tensor, p: Tensor) -> Tensor:
     return (p.to(torch.promote_types(p.dtype, total.dtype)) * total).add_(rest).to(rest.dtype)
 
 
-def keep_factor_of_logs(region: Region, t: Tensor, x: Tensor, *, is_even: bool = False) -> Saved | None:
-    """Save a factor t of log-probabilities by these, of another logarithm exactly; None if ``x`` is no sum of one.
-
-    ``is_even``: the product's gradient is the same for all elements, so that it is unbiased at any number of bits.
-    """
+def keep_factor_of_logs(region: Region, t: Tensor, x: Tensor) -> Saved | None:
+    """Save a factor t of log-probabilities by these, of another logarithm exactly; None if ``x`` is no sum of one."""
     found, settings = find_logs(x), region.settings
     if found is None or region.is_weight(t) or (t.is_leaf and t.requires_grad):
         return None
     if found.kept is None or found.source:
         return keep_exact(t)  # its errors would be divided by the logarithm's argument
-    if t.shape != x.shape or not (settings.derives_curved or (is_even and settings.derives)):
+    if t.shape != x.shape or not settings.derives:
         return None
     t, p = t.detach(), (x if found.logs is None else found.logs).detach().exp()  # float16 may not hold p s
     total, p = t.sum(found.dim, keepdim=True).nan_to_num(0, 0, 0), p.to(torch.promote_types(p.dtype, t.dtype))
     rest = t - p * total
-    if not is_even:
-        of_rest, of_t = (torch.linalg.vector_norm(each, 2, found.dim, keepdim=True) for each in (rest, t))
-        is_near = 2 * of_rest < of_t
-        total, rest = total.where(is_near, 0), rest.where(is_near, t)
+    of_rest, of_t = (torch.linalg.vector_norm(each, 2, found.dim, keepdim=True) for each in (rest, t))
+    is_near = 2 * of_rest < of_t
+    total, rest = total.where(is_near, 0), rest.where(is_near, t)
     finer = with_bits(region, 5) if settings.derives_curved else region  # where t is 1 at one place: 0.19, not 0.3
     kept = finer.keep(rest.to(t.dtype), share=False), keep_exact(total), found.kept
     found.readers.append(True)

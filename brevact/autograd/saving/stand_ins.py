@@ -122,12 +122,13 @@ def find_logs(x: Tensor) -> Logs | None:
     if found.kept is None or found.source or found.like == like_of(x):
         return found
     shape, stride = found.like
-    dims = [d for d in range(x.dim()) if (x.shape[d], x.stride(d)) == (shape[found.dim], stride[found.dim])]
-    return _moved(found, dims, Restrided(stride, x.shape, x.stride(), x.storage_offset()), (), x)
+    move = Restrided(stride, x.shape, x.stride(), x.storage_offset())
+    return _moved(found, (shape[found.dim], stride[found.dim]), move, (), x)
 
 
-def _moved(found: Logs, dims: list[int], move: Any, indices: Sequence[Tensor], x: Tensor) -> Logs | None:
-    """Return log-probabilities moved to the places of ``x``."""
+def _moved(found: Logs, classes: tuple[int, int], move: Any, indices: Sequence[Tensor], x: Tensor) -> Logs | None:
+    """Return log-probabilities moved to the places of ``x``, along a dimension with this size and stride of classes."""
+    dims = [dim for dim, each in enumerate(zip(*like_of(x), strict=True)) if each == classes]
     if len(dims) != 1 or found.kept is None:
         return None
     kept = function_of(move, (found.kept, *map(keep_exact, indices)), x, is_pointwise=False)
@@ -150,9 +151,8 @@ def carry_logs(func: Callable, args: tuple, kwargs: dict, tensors: list[Tensor],
     elif others or logs.kept is None or logs.source:
         found = Logs(like_of(out))
     elif not adds:
-        size, inner = x.shape[logs.dim], x.shape[logs.dim + 1 :].numel()
-        dims = [d for d, each in enumerate(out.shape) if each == size and out.shape[d + 1 :].numel() == inner]
-        found = _moved(logs, dims, bound_call(func, args, kwargs), tensors[1:], out)
+        classes = x.shape[logs.dim], x.shape[logs.dim + 1 :].numel()
+        found = _moved(logs, classes, bound_call(func, args, kwargs), tensors[1:], out)
     elif out.shape == x.shape:
         found = logs._replace(like=like_of(out), logs=x.detach() if logs.logs is None else logs.logs)
     if found is not None:
