@@ -122,7 +122,7 @@ def find_logs(x: Tensor) -> Logs | None:
     if found.kept is None or found.source or found.like == like_of(x):
         return found
     shape, stride = found.like
-    move = Restrided(stride, x.shape, x.stride(), x.storage_offset())
+    move = Restrided(stride, x.shape, x.stride(), int(x.storage_offset()))
     return _moved(found, (shape[found.dim], stride[found.dim]), move, (), x)
 
 
@@ -133,7 +133,7 @@ def _moved(found: Logs, classes: tuple[int, int], move: Any, indices: Sequence[T
         return None
     kept = function_of(move, (found.kept, *map(keep_exact, indices)), x, is_pointwise=False)
     logs = None if found.logs is None else move(found.logs, *indices)
-    return Logs(like_of(x), *dims, kept, found.readers, logs)
+    return Logs(like_of(x), dims[0], kept, found.readers, logs)
 
 
 def carry_logs(func: Callable, args: tuple, kwargs: dict, tensors: list[Tensor], out: Tensor, *, adds: bool) -> None:
