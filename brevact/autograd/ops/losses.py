@@ -413,7 +413,7 @@ def _pair_handler(loss: _PairLoss) -> Callable:
             if loss.is_sign:
                 save(ctx, keep_mask(slope > 0), keep_mask(slope < 0))
                 return out
-            kept = func is F.kl_div and keep_factor_of_logs(region, slope, x)
+            kept = func is F.kl_div and keep_factor_of_logs(region, slope, x, is_even=reduction != "none")
             if not of_target:
                 save(ctx, kept or region.keep(slope, share=False))
                 return out

@@ -87,8 +87,8 @@ class Logs(NamedTuple):
     """A logarithm, or a sum of one and constants, of sizes and strides ``like``.
 
     ``kept``: saved form of the probabilities along ``dim``; None for a logarithm of anything else. ``readers``: empty
-    if log-softmax alone reads these. ``logs``: the log-softmax, if it is not the tensor itself. ``source``: what a
-    log-sum-exp is of.
+    if log-softmax alone reads these. ``logs``: the log-softmax, if it is not the tensor itself. ``source``: of a tensor
+    that is one less its log-sum-exp, places of both.
     """
 
     like: tuple[torch.Size, tuple[int, ...]]
@@ -119,7 +119,7 @@ def find_logs(x: Tensor) -> Logs | None:
     found: Logs | None = None if record is None else record.logs
     if found is None or x._version or (found.logs is not None and found.logs._version):
         return None
-    if found.kept is None or found.source or found.like == like_of(x):
+    if found.kept is None or found.like == like_of(x):
         return found
     shape, stride = found.like
     move = Restrided(stride, x.shape, x.stride(), int(x.storage_offset()))
@@ -144,11 +144,13 @@ def carry_logs(func: Callable, args: tuple, kwargs: dict, tensors: list[Tensor],
     pairs = [(x, logs) for x in tensors if x is not out and (logs := find_logs(x))] if adds or name in _MOVES else []
     if not pairs:
         return
+    first = find_record(tensors[0])
+    of_difference = first.less_sum if first is not None and name in _DIFFERENCES else None
     (x, logs), *others = pairs
     found: Logs | None = None
-    if name in _DIFFERENCES and logs.source and logs.source == source_of(tensors[0]):
-        found = Logs(like_of(out), logs.dim, logs.kept, logs.readers)
-    elif others or logs.kept is None or logs.source:
+    if of_difference is not None and of_difference.source == tuple(map(source_of, tensors)):
+        found = of_difference._replace(like=like_of(out), source=())
+    elif others or logs.kept is None:
         found = Logs(like_of(out))
     elif not adds:
         classes = x.shape[logs.dim], x.shape[logs.dim + 1 :].numel()
