@@ -32,7 +32,7 @@ from triton.backends.compiler import GPUTarget
 from benchmarks.offline_compiler import Launch, collected, compile_launch, resources
 from benchmarks.records import append_rows, print_table
 from brevact import triton_kernels
-from brevact.geometry import Grid, IntegerPlan, Place, Segments
+from brevact.geometry import DEFAULT_BLOCK, Grid, IntegerPlan, Place, Segments
 from brevact.quantizers import Granularity, Layout, PackedSpec, ResidualQuantizer, UniformQuantizer
 from brevact.quantizers.formats.uniform import plan_of
 from brevact.triton_kernels.launch import Program
@@ -143,7 +143,7 @@ def _rows(variant: Variant) -> list[Row]:
 
 def _an_element(program: Program, path: collections.Counter[str] | None) -> Row:
     """Instructions an element where programs hold whole blocks, of 8 planes of 128-bit accesses."""
-    elements = program.constants.get("ROWS", 0) * program.constants.get("BLOCK", 0) / program.threads
+    elements = program.constants.get("ROWS", 0) * program.constants.get("BLOCK", DEFAULT_BLOCK) / program.threads
     if not path or not elements:
         return {"alu": "", "instructions": ""}
     return {"alu": f"{path['alu'] / elements:.1f}", "instructions": f"{sum(path.values()) / elements:.1f}"}
@@ -311,8 +311,7 @@ def _integer_launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
     stores = {"decode_integers": (8,), "fake_quantize": (8, 8, 16), "fake_quantize_backward": (8, 8, 24)}
     loads = {"decode_integers": (0,), "fake_quantize": (8, 8, 8), "fake_quantize_backward": (8, 8, 16)}
     for place, launch in enumerate(launches):
-        packs = variant.operation == "fake_quantize" and place == 1
-        wide = x.itemsize == 4 or (inner % 64 == 0 and not packs)  # else a thread takes half as many elements
+        wide = x.itemsize == 4 or (inner % 64 == 0 and variant.operation == "decode_integers")  # else 64 bits
         yield launch, wide * loads[variant.operation][place], wide * stores[variant.operation][place]
 
 

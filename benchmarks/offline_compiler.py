@@ -156,7 +156,7 @@ def shortest_path(listing: str, accesses: int = 8) -> collections.Counter[str]:
         target = re.search(r"0x([0-9a-f]+)", operands) if operation == "BRA" else None
         if target and place_of[int(target.group(1), 16)] > place:
             following.append(place_of[int(target.group(1), 16)])
-        after = min(count + bool(re.match(r"(LDG|STG)\S*\.128", operation)), accesses)
+        after = min(count + bool(re.match(r"(LDG|STG)\S*\.(64|128)", operation)), accesses)
         for other in following:
             heapq.heappush(queue, (length + 1, other, after, (place, count)))
     else:

@@ -14,12 +14,13 @@ from typing import Any
 
 from torch import fx
 
+from brevact.autograd.ops.vector_norms import EMBEDDING_BITS
 from brevact.autograd.region.settings import BackwardSettings, bits_of
 from brevact.compiler.aten import Use
 from brevact.compiler.dependence import Saved
 from brevact.compiler.joint_graph import JointGraph
 from brevact.compiler.nodes import is_mask, numel_of
-from brevact.compiler.norms import statistics_of
+from brevact.compiler.norms import is_embedding, statistics_of
 from brevact.quantizers import UniformQuantizer
 from brevact.quantizers.formats.uniform import BIT_WIDTHS
 from brevact.quantizers.traits import traits_of
@@ -64,6 +65,8 @@ def quantizer_of(joint: JointGraph, saved: Saved, width: int | None = None) -> A
         least = settings.score_bit_width
     elif saved.use is Use.SMOOTH or (saved.use is Use.AVERAGED and not statistics_of(saved.node, settings)):
         least = settings.derive_min_bits or 4
+    if is_embedding(saved.node):
+        least = EMBEDDING_BITS
     if saved.is_deep and not settings.recompute:
         least = max(least, _DEEP_BITS, next((each for each in BIT_WIDTHS if each >= bits_of(quantizer) + 2), 0))
     return _uniform(quantizer, least) if 0 < bits_of(quantizer) < least else quantizer

@@ -10,11 +10,12 @@ import torch
 from torch import fx
 
 from brevact.autograd.region.settings import bits_of
+from brevact.compiler import MARK
 from brevact.compiler import aten as table
 from brevact.compiler.aten import aten, prims
 from brevact.compiler.bits import stored_bits
 from brevact.compiler.joint_graph import JointGraph
-from brevact.compiler.nodes import numel_of, packet_of, shape_of, value_of
+from brevact.compiler.nodes import behind, numel_of, packet_of, shape_of, value_of
 
 
 def save_gradients_of_loss(joint: JointGraph) -> None:
@@ -42,8 +43,9 @@ def _save_gradients(joint: JointGraph, tangent: fx.Node) -> None:
         if not inside[node] or all(inside.get(user, False) for user in node.users):
             continue
         inputs = node.all_input_nodes
-        if all(each in inside for each in inputs) and sum(map(numel_of, inputs)) <= numel_of(node):
-            inside[node] = False  # a move, or a broadcast sum: backward does it
+        is_read = any(not inside.get(user, False) for each in inputs for user in each.users if user is not node)
+        if all(each in inside for each in inputs) and (is_read or sum(map(numel_of, inputs)) <= numel_of(node)):
+            inside[node] = False  # a move, or a broadcast sum, or a sum of what is saved: backward does it
         else:
             ends.append(node)
     loss = {node for node in inside if inside[node]}
@@ -51,7 +53,7 @@ def _save_gradients(joint: JointGraph, tangent: fx.Node) -> None:
     freed = set(joint.saved).difference(joint.of_backward(), *(node.all_input_nodes for node in others))
     floats = [node for node in freed if value_of(node) is not None and node.op == "call_function"]
     before = sum(numel_of(each) * stored_bits(joint, each) for each in floats)
-    after = sum(numel_of(each) * bits_of(joint.settings_of([each]).quantizer) for each in ends)
+    after = sum(numel_of(each) * bits_of(joint.settings_of([_marked(joint, each)]).quantizer) for each in ends)
     if not ends or after > before or any(map(table.is_steep, ends)):
         return
     with joint.insert_after(joint.last_input):
@@ -62,7 +64,7 @@ def _save_gradients(joint: JointGraph, tangent: fx.Node) -> None:
             copies[node] = joint.graph.node_copy(node, lambda each: copies.get(each, each))
     for node in ends:
         with joint.insert_after(node):
-            product = joint.like(node, joint.call(aten.mul.Tensor, copies[node], tangent))
+            product = joint.like(_marked(joint, node), joint.call(aten.mul.Tensor, copies[node], tangent))
         readers = node.users.keys() - loss - {product}
         node.replace_all_uses_with(product, delete_user_cb=readers.__contains__)
         joint.gradients.add(product)
@@ -72,11 +74,26 @@ def _save_gradients(joint: JointGraph, tangent: fx.Node) -> None:
     joint.analyse()
 
 
+def _marked(joint: JointGraph, node: fx.Node) -> fx.Node:
+    """The node, or for a move or a sum of gradients, which autograd may add without a mark, one that it reads."""
+    while packet_of(node) in table.ADDITIVE and MARK not in (node.meta.get("custom") or {}) and node.all_input_nodes:
+        if joint.settings_of([node]) is not None:
+            break
+        node = node.all_input_nodes[0]
+    return node
+
+
 def _is_of_loss(joint: JointGraph, node: fx.Node) -> bool:
-    value, settings = value_of(node), joint.settings_of([node])
+    value, settings = value_of(node), joint.settings_of([_marked(joint, node)])
     if settings is None or settings.is_exact or settings.is_lossless or value is None:
         return False
-    is_linear = packet_of(node) in table.ADDITIVE or packet_of(node) in (aten.mul, aten.div)
+    if packet_of(node) is aten.eq:
+        return bool(node.args[1] == 0)  # which a tangent other than 0 leaves
+    others = [behind(each, table.MOVES) for each in node.all_input_nodes if each not in joint.gradients]
+    weights = {each for each in others if each.op == "placeholder" and each in joint.live - joint.inputs}
+    is_data = joint.activations.issuperset(others) and not weights  # the loss ends behind the layers
+    is_of_rows = is_data and packet_of(node) in (aten.mm, aten.bmm)
+    is_linear = is_of_rows or packet_of(node) in table.ADDITIVE | {aten.mul, aten.div, prims.fma}
     return is_linear and value.dtype in (torch.float32, torch.bfloat16, torch.float64)
 
 

@@ -128,7 +128,7 @@ def _views(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
 def _invert(joint: JointGraph, node: fx.Node) -> Iterator[fx.Node]:
     """Compute the inverses of the norms of rows that a node divides these by; a row of zeros is divided by 1 / tiny."""
     norms = _divisor(node) if node not in joint.gradients else None
-    if norms is not None and _is_broadcast(norms, node) and _is_norm(norms) and _inverse(node) is None:
+    if norms is not None and _is_broadcast(norms, node) and _root(norms) is not None and _inverse(node) is None:
         with joint.insert_after(norms):
             least = joint.call(aten.clamp_min.default, norms, torch.finfo(norms.meta["val"].dtype).tiny)
             yield joint.like(norms, joint.call(aten.reciprocal.default, joint.like(norms, least)))
@@ -139,10 +139,17 @@ def _divisor(node: fx.Node) -> Any:
     return below.args[0] if packet_of(below) is aten.expand else below
 
 
-def _is_norm(node: Any) -> bool:
-    """Whether a node is a root, such as of a sum of squares, or at least one, or plus a number."""
+def is_embedding(node: fx.Node) -> bool:
+    """Whether a matrix's rows are divided by their norms, or are such quotients."""
+    roots = (_root(_divisor(each)) for each in (node, *node.users) if len(shape_of(each)) == 2)
+    return any(root is not None and packet_of(root.args[0]) is aten.sum for root in roots)
+
+
+def _root(node: Any) -> fx.Node | None:
+    """A root, such as of a sum of squares, of which a node is the larger of it and a number, or their sum."""
     while packet_of(node) in table.MOVES | table.CASTS | {aten.clamp_min, aten.add}:
         if packet_of(node) is aten.add and not (isinstance(node.args[1], float | int) and node.args[1] >= 0):
-            return False
+            return None
         node = node.args[0]
-    return packet_of(node) is aten.sqrt or (packet_of(node) is aten.pow and 0 < node.args[1] < 1)
+    is_root = packet_of(node) is aten.sqrt or (packet_of(node) is aten.pow and 0 < node.args[1] < 1)
+    return node if is_root else None

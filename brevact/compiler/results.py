@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import fx
 
@@ -21,25 +21,6 @@ from brevact.private_names.of_torch import (
 )
 
 
-class Marked(NamedTuple):
-    """A region that Dynamo traces, whose nodes get its mark."""
-
-    text: str
-    depth: int  # number of modes around it
-    tracer: Any  # of the graph, or of the function of a higher-order op
-    owner: Any = None  # module
-
-
-def marked_regions(translator: Any) -> list[Marked]:
-    regions: list[Marked] = translator.output.__dict__.setdefault("brevact_regions", [])
-    return regions
-
-
-def is_recomputed(translator: Any) -> bool:
-    """Whether Dynamo traces the function of a higher-order op in a region: a checkpoint recomputes saved tensors."""
-    return any(each.tracer is not translator.output.current_tracer for each in marked_regions(translator))
-
-
 def watch_graph(graph: Any) -> None:
     compiler = graph.compiler_fn
     is_explained = getattr(compiler, "__module__", None) == DYNAMO  # by torch._dynamo.explain, which compiles nothing
@@ -50,17 +31,16 @@ def watch_graph(graph: Any) -> None:
 def _watched(compiler: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(compiler)
     def compile_watched(graph: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
-        from brevact.compiler.graphs import packing, rows_of  # it imports Inductor
+        from brevact.compiler.graphs import packing, rows_at  # it imports Inductor
 
         with packing(graph) as rows:
             run = compiler(graph, inputs, **options)
 
         def run_reported(*values: Any) -> Any:
-            if storage_report.recorders and rows is not None:
-                if not rows:
-                    rows.extend(rows_of(compiler, graph, values))
-                storage_report.report_graph(rows)
-            return run(*values)
+            if not storage_report.recorders or rows is None:
+                return run(*values)
+            with storage_report.running_graph(rows_at(compiler, graph, rows, values), values):
+                return run(*values)
 
         return _in_region(run, run_reported)
 
@@ -77,7 +57,7 @@ def _in_region(graph: Callable[..., Any], run: Callable[..., Any]) -> Callable[.
         region = regions[-1] if regions and is_of_autograd and depth else None
         if region is None or function_stack_at(depth - 1) is not region.mode:  # another mode is above
             return run(*inputs)
-        is_told = bool(storage_report.recorders) or region.has_rules_for_other_code or not region.hooks.are_innermost()
+        is_told = region.has_rules_for_other_code or not region.hooks.are_innermost()
         active.regions = []
         pop_function_mode()
         try:

@@ -1,26 +1,28 @@
 """How Dynamo traces regions: it marks the nodes of its graph, and traces neither our hooks nor our modes.
 
-A module whose hooks are a policy's runs as if without hooks, and a function that a region's mode sees as if without
-the mode, while Dynamo gives the nodes that it makes the region's text. Hooks and modes of other regions are traced as
-any code: see ``marks``.
+A module whose hooks are a policy's runs as if without hooks, a function that a region's mode sees as if without the
+mode, and methods that enter and leave regions not at all, while Dynamo gives the nodes that it makes the region's text.
+Traced code raises where text does not suffice (``marks.refuse``); Dynamo then runs it uncompiled.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from brevact.compiler import FULL_PRECISION, MARK, marks
-from brevact.compiler.results import Marked, is_recomputed, marked_regions, watch_graph
+from brevact.compiler.marks import F
+from brevact.compiler.results import watch_graph
 from brevact.private_names.of_torch import (
     DictVariable,
     FrozenDataClassVariable,
     FunctionModeVariable,
+    MethodVariable,
     ModuleVariable,
     VariableTracker,
     annotate,
@@ -32,28 +34,28 @@ from brevact.private_names.of_torch import (
 )
 
 _GLOBAL_HOOKS = global_forward_pre_hooks, global_forward_hooks, global_backward_pre_hooks, global_backward_hooks
+_OUTSIDE = "outside"
 _HOOKS = "_forward_pre_hooks", "_forward_hooks"
 _OTHER_HOOKS = "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_backward_pre_hooks", "_backward_hooks"
 
 
-class _Around(NamedTuple):
-    """The innermost region; ``is_usual`` unless marks do not suffice for it."""
-
-    text: str | None
-    is_usual: bool
-    owner: Any
+def _mark() -> str | None:
+    """The mark that nodes get."""
+    return fx_traceback.current_meta.get("custom", {}).get(MARK)
 
 
 @contextmanager
-def _marking(tx: Any, region: Marked) -> Iterator[None]:
+def _marking(tx: Any, text: str | None, packs: bool = True) -> Iterator[None]:
+    """Mark nodes, where something is packed; code that Dynamo traces raises where a text does not suffice."""
+    packs = packs and torch.is_grad_enabled() and not torch.compiler.is_exporting()
+    if marks.changes_forward(text) or (packs and text is None):
+        VariableTracker.build(tx, marks.refuse).call_function(tx, [VariableTracker.build(tx, text)], {})
+    if not packs:
+        yield
+        return
     watch_graph(tx.output)
-    regions = marked_regions(tx)
-    regions.append(region)
-    try:
-        with annotate({MARK: region.text}), fx_traceback.preserve_node_meta():
-            yield
-    finally:
-        regions.pop()
+    with annotate({MARK: text}), fx_traceback.preserve_node_meta():
+        yield
 
 
 def _read(tx: Any, variable: Any, name: str) -> Any:
@@ -61,56 +63,38 @@ def _read(tx: Any, variable: Any, name: str) -> Any:
     return variable.var_getattr(tx, name).as_python_constant()
 
 
-def _is_usual(text: str | None) -> bool:
-    return text is not None and not marks.changes_forward(text)
-
-
-def _around(tx: Any) -> _Around | None:
-    regions, modes = marked_regions(tx), tx.symbolic_torch_function_state.mode_stack
-    for place in reversed(range(len(modes))):
-        if regions and regions[-1].depth > place:
-            break
-        mode = modes[place].realize()
-        if not issubclass(kind := mode.python_type(), marks.RegionMode):
-            continue
-        if kind is marks.PlainMode:
-            return _Around(None, True, None)
-        text = _read(tx, mode, "text")
-        return _Around(text, _is_usual(text) and not _read(tx, mode, "norms_only"), None)
-    return _Around(regions[-1].text, _is_usual(regions[-1].text), regions[-1].owner) if regions else None
-
-
-def _entered(tx: Any, module: Any, hook: Any) -> str | None:
-    """The text of the region that a hook of a module enters; None if it enters none."""
-    around, inherits = _around(tx), _read(tx, hook, "inherits")
-    if around is not None:
-        if not around.is_usual:
-            raise _Unusual
-        if around.text is None or (inherits and around.owner is not module.value):
-            return None
-    settings = hook.var_getattr(tx, "settings").realize()
+def _text_of(tx: Any, owner: Any) -> str | None:
+    """The text of the settings of a hook or a block."""
+    settings = owner.var_getattr(tx, "settings").realize()
     is_none = settings.is_python_constant() and settings.as_python_constant() is None
-    text = FULL_PRECISION if is_none else _read(tx, settings, "text")
-    if not _is_usual(text):
-        raise _Unusual
-    if not torch.is_grad_enabled() or is_recomputed(tx):
-        return None
-    if around is None:
-        return text if text != FULL_PRECISION and _read(tx, module, "training") else None
-    return text if around.text != text or around.owner is module.value else None
+    return FULL_PRECISION if is_none else _read(tx, settings, "text")
 
 
-class _Unusual(Exception):
-    """Marks do not suffice for a region."""
+def _around(tx: Any) -> str | None:
+    """The text of the innermost region, ``_OUTSIDE`` without one that packs."""
+    if (mark := _mark()) is not None:
+        return mark
+    for mode in reversed([each.realize() for each in tx.symbolic_torch_function_state.mode_stack]):
+        if issubclass(mode.python_type(), marks.RegionMode):
+            return _OUTSIDE if _read(tx, mode, "norms_only") else _read(tx, mode, "text")
+    return _OUTSIDE
+
+
+def _region_of(tx: Any, module: Any, hook: Any) -> AbstractContextManager[None]:
+    """The region that a hook of a module enters."""
+    around = _around(tx)
+    if around == marks.PLAIN or (_read(tx, hook, "inherits") and around != _OUTSIDE):  # before the settings
+        return nullcontext()
+    text = _text_of(tx, hook)
+    if around == _OUTSIDE:
+        return _marking(tx, text, text != FULL_PRECISION and _read(tx, module, "training"))
+    return _marking(tx, text, text != around)
 
 
 def _has_our_hooks_alone(module: Any) -> bool:
     hooks = [hook for name in _HOOKS for hook in getattr(module, name).values()]
-    return bool(hooks) and all(map(_is_ours, hooks)) and not any(getattr(module, name) for name in _OTHER_HOOKS)
-
-
-def _is_ours(hook: Any) -> bool:
-    return getattr(type(hook), "is_of_region", False)
+    are_ours = bool(hooks) and all(getattr(type(hook), "is_of_region", False) for hook in hooks)
+    return are_ours and not any((*_GLOBAL_HOOKS, *(getattr(module, name) for name in _OTHER_HOOKS)))
 
 
 def _read_hooks(tx: Any, module: Any) -> list[Any]:
@@ -142,18 +126,11 @@ _call_module = ModuleVariable.call_function
 
 @functools.wraps(_call_module)
 def _call_module_of_region(module: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    if marks.is_exporting() or any(_GLOBAL_HOOKS) or not _has_our_hooks_alone(module.value):
+    if not _has_our_hooks_alone(module.value):
         return _call_module(module, tx, args, kwargs)
     with ExitStack() as stack:
-        try:
-            for hook in _read_hooks(tx, module):
-                if (text := _entered(tx, module, hook)) is not None:
-                    depth = len(tx.symbolic_torch_function_state.mode_stack)
-                    region = Marked(text, depth, tx.output.current_tracer, module.value)
-                    stack.enter_context(_marking(tx, region))
-        except _Unusual:
-            stack.close()
-            return _call_module(module, tx, args, kwargs)
+        for hook in _read_hooks(tx, module):
+            stack.enter_context(_region_of(tx, module, hook))
         _hide_hooks(module)
         return _call_module(module, tx, args, kwargs)
 
@@ -164,28 +141,63 @@ _call_mode = FunctionModeVariable.call_torch_function
 
 @functools.wraps(_call_mode)
 def _call_mode_of_region(mode: Any, tx: Any, fn: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    kind = mode.python_type()
-    if not issubclass(kind, marks.RegionMode) or marks.is_exporting():
+    if not issubclass(mode.python_type(), marks.RegionMode):
         return _call_mode(mode, tx, fn, types, args, kwargs)
-    if any(not issubclass(each.as_python_constant(), Tensor) for each in types.items):
-        return _call_mode(mode, tx, fn, types, args, kwargs)
-    func = fn.as_python_constant() if fn.is_python_constant() else None
-    if func is Tensor.unflatten:  # it calls super() in a way that Dynamo cannot trace in a mode
-        fn = VariableTracker.build(tx, torch.unflatten)
-    if kind is marks.PlainMode:
-        return fn.call_function(tx, list(args), kwargs)
-    text = _read(tx, mode, "text")
-    if not _is_usual(text):
-        return _call_mode(mode, tx, fn, types, args, kwargs)
-    regions, depth = marked_regions(tx), len(tx.symbolic_torch_function_state.mode_stack)
-    is_marked = bool(regions) and regions[-1].depth > depth  # by a region inside this one
-    if is_marked or not torch.is_grad_enabled() or _read(tx, mode, "norms_only"):
-        return fn.call_function(tx, list(args), kwargs)
-    with _marking(tx, Marked(text, depth + 1, tx.output.current_tracer)):
+    if fn.is_python_constant() and fn.as_python_constant() is Tensor.unflatten:
+        fn = VariableTracker.build(tx, torch.unflatten)  # the method calls super() in a way that Dynamo cannot trace
+    text = _read(tx, mode, "text") if _mark() is None else marks.PLAIN
+    with _marking(tx, text, text != marks.PLAIN and not _read(tx, mode, "norms_only")):
         return fn.call_function(tx, list(args), kwargs)
 
 
 FunctionModeVariable.call_torch_function = _call_mode_of_region
+
+# --- hooks beside others' and blocks of code: methods of ours that traced code calls
+
+_in_place_of: dict[Callable[..., Any], Callable[..., None]] = {}
+
+
+def traced_as(run: Callable[..., None]) -> Callable[[F], F]:
+    """Let Dynamo call a function with its translator and the variables, where traced code calls a method."""
+
+    def register(method: F) -> F:
+        _in_place_of[method] = run
+        return marks.skipped_by_dynamo(method)
+
+    return register
+
+
+def _enter(tx: Any, region: AbstractContextManager[None]) -> None:
+    stack = ExitStack()
+    stack.enter_context(region)
+    tx.output.__dict__.setdefault("brevact_stacks", []).append(stack)
+    tx.output.add_cleanup_hook(stack.close)
+
+
+def enter_module(tx: Any, hook: Any, module: Any, args: Any) -> None:
+    _enter(tx, _region_of(tx, module, hook))
+
+
+def enter_block(tx: Any, block: Any) -> None:
+    _enter(tx, _marking(tx, _text_of(tx, block), _around(tx) != marks.PLAIN))
+
+
+def leave(tx: Any, *args: Any) -> None:
+    tx.output.brevact_stacks.pop().close()
+
+
+_call_method = MethodVariable.call_function
+
+
+@functools.wraps(_call_method)
+def _call_method_of_region(method: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    run = _in_place_of.get(method.fn)
+    if run is None:
+        return _call_method(method, tx, args, kwargs)
+    return VariableTracker.build(tx, run(tx, method.obj, *args))
+
+
+MethodVariable.call_function = _call_method_of_region
 _constant_of = FrozenDataClassVariable.as_python_constant
 
 

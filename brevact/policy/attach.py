@@ -28,7 +28,7 @@ from brevact.autograd.region.module_hooks import (
     takes_hooks,
 )
 from brevact.autograd.region.settings import with_overrides
-from brevact.compiler.marks import TracingMode, skipped_by_dynamo, text_of
+from brevact.compiler.marks import skipped_by_dynamo
 from brevact.injectors import backward_settings_from
 from brevact.injectors.proxies import modules_without_own_region, settings_of_slot
 from brevact.injectors.resolve import BackwardQuantizer
@@ -205,8 +205,7 @@ def backward_quant(
         ValueError: a value is out of range, a model has no policy, or a text is no policy or a budget.
     """
     if torch.compiler.is_dynamo_compiling():
-        mode: Any = TracingMode(_text_of(source, tuple(overrides.items())))  # traced by Dynamo
-        return mode
+        return region(_settings_of_graph(source, tuple(overrides.items())))
     if isinstance(source, nn.Module) and is_model(source):
         return _RegionOfModel(source, overrides)
     return region(_settings(source, overrides))
@@ -231,8 +230,8 @@ def region_of_step(model: nn.Module) -> AbstractContextManager[Any]:
 
 
 @torch.compiler.assume_constant_result
-def _text_of(source: Any, overrides: tuple[tuple[str, Any], ...]) -> str | None:
-    return text_of(_settings(source, dict(overrides)))
+def _settings_of_graph(source: Any, overrides: tuple[tuple[str, Any], ...]) -> BackwardSettings | None:
+    return _settings(source, dict(overrides))
 
 
 def quantize_backward(

@@ -183,10 +183,11 @@ fx_traceback = find("torch.fx.traceback")
 annotate = find(
     "torch.fx.traceback.annotate"
 )  #: Context in which nodes that are traced get entries of `meta["custom"]`.
-#: Dynamo's classes of variables: of any, of dictionaries, frozen dataclasses, modules and modes.
+#: Dynamo's classes of variables: of any, of dictionaries, frozen dataclasses, methods, modules and modes.
 VariableTracker = find("torch._dynamo.variables.base.VariableTracker")
 DictVariable = find("torch._dynamo.variables.dicts.ConstDictVariable")
 FrozenDataClassVariable = find("torch._dynamo.variables.user_defined.FrozenDataClassVariable")
+MethodVariable = find("torch._dynamo.variables.functions.UserMethodVariable")
 ModuleVariable = find("torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable")
 FunctionModeVariable = find("torch._dynamo.variables.torch_function.TorchFunctionModeVariable")
 skip_code = find("torch._dynamo.eval_frame.skip_code")
@@ -199,8 +200,6 @@ DYNAMO = "torch._dynamo.eval_frame"
 contexts_in_graphs = find("torch._dynamo.variables.torch.supported_ctx_manager_classes")
 #: Dynamo's callback for functions called here: not None between the graphs of a compiled model.
 frame_callback = find("torch._C._dynamo.eval_frame.get_eval_frame_callback")
-#: Dynamo's current translator: called in traced code.
-current_translator = find("torch._dynamo.symbolic_convert.InstructionTranslator.current_tx")
 FakeTensor = find("torch._subclasses.fake_tensor.FakeTensor")
 is_functional_tensor = find("torch._is_functional_tensor")
 #: `torch.nn.functional.pad`, as Dynamo shows it to modes.

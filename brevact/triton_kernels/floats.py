@@ -16,6 +16,7 @@ _MAGIC_BITS = tl.constexpr(0x4B400000)
 _UNIT_2_23, _UNIT_2_23_BITS = tl.constexpr(8388608.0), tl.constexpr(0x4B000000)
 """2^23, whose bits plus a smaller integer are those of the sum: an int-to-float conversion at full rate."""
 
+_UNIT_2_100 = tl.constexpr(2.0**100)
 _UNIT_2_7, _UNIT_2_7_BITS = tl.constexpr(128.0), tl.constexpr(0x43000000)
 """2^7, where the last bit of a float is 2^-16."""
 
@@ -176,8 +177,43 @@ def settle(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def rint(x):
-    """Any float32 to the nearest integer, half to even, with the sign of x; NaN stays."""
+def parts_of(divisor):
+    """A power of two, the divisor times it, and the inverse of this product, for :func:`quotient_to_clip`."""
+    exponent = (divisor.to(tl.int32, bitcast=True) >> 23) & 0xFF
+    power = ((254 - tl.minimum(tl.maximum(exponent, 1), 253)) << 23).to(tl.float32, bitcast=True)
+    near = divisor * power  # of size 1 to 4, and 2^-23 to 1 for subnormal divisors
+    power = tl.where(near == 0.0, float("inf"), tl.where(tl.abs(near) == float("inf"), 0.0, power))
+    near = tl.where((near == 0.0) | (tl.abs(near) == float("inf")), 1.0, near)
+    return power, near, tl.div_rn(tl.zeros_like(near) + 1.0, near)
+
+
+@triton.jit
+def quotient_to_clip(x, power, divisor, inverse, RECTIFIES: tl.constexpr):
+    """max(x, 0) or x by a divisor, as `div_rn`; sizes above 2^90 and below 2^-60 are some such sizes.
+
+    From an inverse rounded to nearest and a quotient off by less than its last place, the next correction rounds to
+    nearest (Markstein, 1990); the first one gives such a quotient.
+    """
+    if RECTIFIES:
+        x = minimum(maximum(x, 0.0) * power, _UNIT_2_100)
+    else:
+        x = maximum(minimum(x * power, _UNIT_2_100), -_UNIT_2_100)
+    divisor, inverse = tl.zeros_like(x) + divisor, tl.zeros_like(x) + inverse
+    if _INTERPRETED:
+        quotient = tl.div_rn(x, divisor)
+    else:
+        quotient = x * inverse
+        for _ in tl.static_range(2):
+            quotient = tl.fma(tl.fma(-divisor, quotient, x), inverse, quotient)
+    return quotient
+
+
+@triton.jit
+def rint(x, IS_CLIPPED: tl.constexpr = False):
+    """Any float32 to the nearest integer, half to even, with the sign of x; NaN stays. 2^23 for more if IS_CLIPPED."""
     size = tl.abs(x)
-    whole = tl.where(size < _UNIT_2_23, (size + _UNIT_2_23) - _UNIT_2_23, size)
+    if IS_CLIPPED:
+        whole = (minimum(size, _UNIT_2_23) + _UNIT_2_23) - _UNIT_2_23
+    else:
+        whole = tl.where(size < _UNIT_2_23, (size + _UNIT_2_23) - _UNIT_2_23, size)
     return (whole.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & _SIGN)).to(tl.float32, bitcast=True)

@@ -16,7 +16,18 @@ import triton.language as tl
 from torch import Tensor
 
 from brevact.geometry import DEFAULT_BLOCK, Geometry, IntegerPlan
-from brevact.triton_kernels.floats import cast, float_of_code, nearest_int, rint, settle, widen
+from brevact.triton_kernels.floats import (
+    cast,
+    float_of_code,
+    maximum,
+    minimum,
+    nearest_int,
+    parts_of,
+    quotient_to_clip,
+    rint,
+    settle,
+    widen,
+)
 from brevact.triton_kernels.grids import codes_on_row
 from brevact.triton_kernels.groups import group_of, is_finite
 from brevact.triton_kernels.launch import Program, over_blocks, seed_on
@@ -64,16 +75,17 @@ def _shifted(x, scale, zero, dtype: tl.constexpr):
 
 @triton.jit
 def _clipped(r, lowest, highest):
-    r = tl.where(r > highest, highest, r)
-    return tl.where(r < lowest, lowest, r)
+    r = minimum(r, highest)
+    return tl.where(r < lowest, lowest, r)  # the larger of two zeros would lose a sign
 
 
 @triton.jit
 def _passes(x, r, lowest, highest, RECTIFIES: tl.constexpr, CLIPS: tl.constexpr):
+    q = _clipped(r, lowest, highest)
     if CLIPS and RECTIFIES:
-        cut = (r > highest) | (r < lowest) | (x <= 0.0)
+        cut = (q < r) | (q > r) | (x <= 0.0)
     elif CLIPS:
-        cut = (r > highest) | (r < lowest)
+        cut = (q < r) | (q > r)
     elif RECTIFIES:
         cut = x <= 0.0
     else:
@@ -101,14 +113,18 @@ def fake_quantize_kernel(
     NUMBERS_ROUND: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     TOP: tl.constexpr = (1 << WIDTH) - 1
+    FEW_SCALES: tl.constexpr = CLIPS and BIT_WIDTH <= 16 and (ALIGNED or not SCALES)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
+    parts_of_one = parts_of(_number(scale_ptr, 0, True, dtype, NUMBERS_ROUND, False))
+    if residual_ptr is not None:
+        beyond, least, most = tl.load(levels_ptr), tl.load(levels_ptr + 1), tl.load(levels_ptr + TOP)
     for RAGGED in tl.static_range(2):
         at = tile(numel, BLOCK, ROWS, _COLUMNS, RAGGED, IN_INT64=True)
         if at[4] > 0:
             planes = load_planes(x_ptr, at, BLOCK, RAGGED)
             words = seed_words(at, seed_ptr, BLOCK, seed_ptr is not None)
             spare = (1 << BIT_WIDTH) - 1.0 if HAS_SPARE else 0.0
-            codes, bits, residuals, missing = (), (), (), False
+            codes, bits, residuals, missing = (), (), (), 0.0
             for i in tl.static_range(8):
                 valid = element_mask(i, at, RAGGED)
                 scale, zero = _numbers(
@@ -119,8 +135,13 @@ def fake_quantize_kernel(
                 v = x
                 if RECTIFIES:
                     v = tl.where(x < 0.0, 0.0, x)
-                t = _shifted(v, scale, zero, dtype)
-                r = rint(t)
+                if FEW_SCALES:
+                    power, divisor, inverse = parts_of(scale) if SCALES else parts_of_one
+                    t = settle(settle(quotient_to_clip(x, power, divisor, inverse, RECTIFIES), dtype) + zero, dtype)
+                    r = rint(t, IS_CLIPPED=True)
+                else:
+                    t = _shifted(v, scale, zero, dtype)
+                    r = rint(t)
                 q = _clipped(r, lowest, highest)
                 tl.store(plane_of(out_ptr, i, at, BLOCK), cast(settle(q - zero, dtype) * scale, dtype), mask=valid)
                 if values_ptr is not None:
@@ -131,7 +152,7 @@ def fake_quantize_kernel(
                         code = tl.where(valid, code, 0)
                     codes += (code,)
                 if missing_ptr is not None:
-                    missing = missing | ((q != q) & valid)
+                    missing += (tl.where(valid, q, 0.0) if RAGGED else q) * 0.0  # NaN where one is
                 if mask_ptr is not None or residual_ptr is not None:
                     passes = _passes(x, r, lowest, highest, RECTIFIES, CLIPS)
                     if RAGGED:
@@ -140,8 +161,7 @@ def fake_quantize_kernel(
                     bits += (passes.to(tl.int32),)
                 if residual_ptr is not None:
                     left = settle(t - r, dtype)
-                    left = _clipped(left, tl.load(levels_ptr + 1), tl.load(levels_ptr + TOP))
-                    left = tl.where(passes, left, tl.load(levels_ptr))
+                    left = tl.where(passes, maximum(minimum(left, most), least), beyond)
                     code = codes_on_row(left, words, levels_ptr, steps_ptr, i, TOP + 1, WIDTH, True)
                     code = tl.where(is_finite(left), code, TOP)
                     if RAGGED:
@@ -154,7 +174,7 @@ def fake_quantize_kernel(
             if residual_ptr is not None:
                 store_codes(residual_ptr, residuals, at, BLOCK, WIDTH, RAGGED)
             if missing_ptr is not None:
-                tl.store(missing_ptr + (at[1] * 0 + at[2] * 0), 1, mask=missing)
+                tl.store(missing_ptr + (at[1] * 0 + at[2] * 0), 1, mask=missing != missing)
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_UNALIGNED)
@@ -278,10 +298,9 @@ def fake_quantize(x, plan, scale, zero_point, residual_of, seed, out, values, co
         return NotImplemented
     packs = residual is not None and seed is not None
     levels, steps = residual_of.rows(x.device) if packs else (None, None)
-    itemsize = max(x.itemsize, 4) if packs else x.itemsize  # residuals of more elements a thread would spill
     numbers = scale.numel() > 1, zero_point.numel() > 1
     width = residual_of.bit_width if packs else 1
-    program = _program(fake_quantize_kernel, plan, x.dtype, x.is_cuda, numbers, itemsize, width)
+    program = _program(fake_quantize_kernel, plan, x.dtype, x.is_cuda, numbers, width)
     key = seed_on(x.device, seed) if packs else None
     program.run(x, scale, zero_point, levels, steps, key, out, values, codes, mask, residual, missing)
 
@@ -295,8 +314,7 @@ def fake_quantize_backward(
         return NotImplemented
     numbers = scale.numel() > 1, zero_point.numel() > 1
     levels, width = (None, 1) if residual is None else (residual_of.rows(grad.device)[0], residual_of.bit_width)
-    itemsize = grad.itemsize
-    program = _program(fake_quantize_backward_kernel, plan, grad.dtype, grad.is_cuda, numbers, itemsize, width)
+    program = _program(fake_quantize_backward_kernel, plan, grad.dtype, grad.is_cuda, numbers, width)
     program.run(*(grad, scale, zero_point, levels, codes, mask, values, residual, target), *_four(terms), *_four(parts))
 
 
@@ -304,7 +322,7 @@ def decode_integers(codes: Tensor, plan: IntegerPlan, scale: Tensor, zero_point:
     if plan.bit_width > _LARGEST_CODE or not _reads(target, scale, zero_point):
         return NotImplemented
     numbers = scale.numel() > 1, zero_point.numel() > 1
-    program = _program(decode_integers_kernel, plan, target.dtype, target.is_cuda, numbers, target.itemsize)
+    program = _program(decode_integers_kernel, plan, target.dtype, target.is_cuda, numbers)
     program.run(codes, scale, zero_point, target)
 
 
@@ -319,11 +337,11 @@ def _reads(x: Tensor, scale: Tensor, zero_point: Tensor, *others: Tensor | None)
 
 @functools.lru_cache(maxsize=4096)
 def _program(
-    kernel: Any, plan: IntegerPlan, dtype: torch.dtype, on_gpu: bool, numbers: tuple[bool, bool], itemsize: int,
-    width: int = 1,
-) -> Program:  # fmt: skip
-    """The program for elements of so many bytes; `numbers`: several scales, zero points; `width`: of a residual."""
+    kernel: Any, plan: IntegerPlan, dtype: torch.dtype, on_gpu: bool, numbers: tuple[bool, bool], width: int = 1
+) -> Program:
+    """The program for elements of a type; `numbers`: several scales, zero points; `width`: of a residual."""
     aligned = plan.inner % (DEFAULT_BLOCK // 8) == 0
+    itemsize = dtype.itemsize if kernel is decode_integers_kernel else 4  # more elements a thread take 200 registers
     if any(numbers) and not aligned:
         itemsize = 4 if dtype is torch.float32 else 8  # the groups of more elements a thread could spill
     values = {

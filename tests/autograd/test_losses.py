@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributions import Categorical, kl_divergence
 from torch.nn import functional as F
 
 import brevact
@@ -127,7 +131,37 @@ def _jensen_shannon(x: Tensor, target: Tensor) -> Tensor:
     return (p * (p / middle).log() + target * (target / middle).log()).sum(1).mean() / 2
 
 
+def _jensen_shannon_of_logarithms(x: Tensor, target: Tensor) -> Tensor:
+    log_p, log_t = x.view(8, 64, 10).log_softmax(2)[:, :], target.log().view(8, 64, 10)
+    middle = torch.stack([log_p, log_t]).logsumexp(0) - math.log(2)
+    divergence = functools.partial(F.kl_div, middle, reduction="none", log_target=True)
+    return (divergence(log_p) + divergence(log_t)).sum() / 1024
+
+
+def _of_positions(x: Tensor, target: Tensor) -> Tensor:
+    chosen = target.view(8, 64, 10)[:, 1:, 0] > 0.05
+    log_p = (x.view(8, 64, 10).log_softmax(2)[:, :-1].contiguous() / 2)[chosen]
+    return -(target.view(8, 64, 10)[:, :-1][chosen] * log_p).sum() / 512
+
+
+def _mutual(x: Tensor, target: Tensor) -> Tensor:
+    other = x[256:] - x[256:].detach() + target[:256].log()
+    return F.kl_div(x[:256].log_softmax(1), other.softmax(1), reduction="batchmean")
+
+
+def _of_categorical(x: Tensor, target: Tensor, *, is_reversed: bool = False) -> Tensor:
+    pair = Categorical(probs=target), Categorical(logits=x)
+    return kl_divergence(*(pair[::-1] if is_reversed else pair)).mean()
+
+
 NEAR = {
+    "positions": _of_positions,
+    "Categorical": _of_categorical,
+    "reversed Categorical": functools.partial(_of_categorical, is_reversed=True),
+    "logarithm of softmax": lambda x, target: -(target * (x.softmax(1) + 1e-8).log()).sum(1).mean(),
+    "Jensen-Shannon of logarithms": _jensen_shannon_of_logarithms,
+    "reversed kl_div": lambda x, target: F.kl_div(target.log(), x.log_softmax(1), reduction="sum", log_target=True),
+    "mutual kl_div": _mutual,
     "cross-entropy": F.cross_entropy,
     "smoothing": lambda x, target: F.cross_entropy(x, target.argmax(1), label_smoothing=0.1),
     "kl_div": lambda x, target: F.kl_div(F.log_softmax(x / 2, 1), (target.log() / 2).softmax(1), reduction="batchmean"),
@@ -158,6 +192,90 @@ def test_losses_near_their_targets_have_little_noise(name):
     _, exact = run_loss(loss, logits, EXACT_VALUES)
     eps = 64 * torch.finfo(torch.float32).eps  # some roundings of probabilities; gradients are a twentieth of these
     assert (exact - want).norm() < 20 * eps * want.norm()
+
+
+@pytest.mark.parametrize("margin", [0, 6])
+def test_factors_far_from_probabilities_are_saved_by_themselves(margin):
+    """A focal loss written out: its factors are almost 1, and their sum times errors of probabilities is large."""
+    classes = torch.arange(512) % 64
+    of_class = F.one_hot(classes, 64)
+
+    def loss(x: Tensor) -> Tensor:
+        return -((1 - x.softmax(1)) ** 2 * x.log_softmax(1) * of_class).sum(1).mean()
+
+    logits = torch.randn(512, 64) * 2 + margin * of_class
+    (_, want), (_, got) = run_loss(loss, logits, None), run_loss(loss, logits, settings(bit_width=4))
+    assert 0 < (got - want).norm() < 0.3 * want.norm()
+
+
+def _magnitudes(x: Tensor) -> Tensor:
+    spectrum = torch.fft.rfft(x)
+    return (spectrum.real**2 + spectrum.imag**2 + 1e-7).sqrt().log()
+
+
+def _powers(x: Tensor) -> Tensor:
+    spectrum = torch.fft.rfft(x)
+    return (spectrum.real * spectrum.real + spectrum.imag * spectrum.imag + 1e-7).log()
+
+
+def _mel(x: Tensor) -> Tensor:
+    return (torch.view_as_real(torch.fft.rfft(x)).pow(2).sum(-1) + 1e-9).sqrt().clamp(min=1e-5).log()
+
+
+def _edges(x: Tensor) -> Tensor:
+    return ((x[1:, :-1] - x[:-1, :-1]) ** 2 + (x[:-1, 1:] - x[:-1, :-1]) ** 2 + 1e-6).sqrt()
+
+
+def _similarity(x: Tensor, target: Tensor) -> Tensor:
+    """SSIM."""
+    x, target = (each.view(8, 1, 64, 64) / 10 + 0.5 for each in (x, target))
+    u, v, squares, other, products = (F.avg_pool2d(y, 7, 1) for y in (x, target, x * x, target**2, x * target))
+    means = (2 * u * v + 1e-4) / (u**2 + v**2 + 1e-4)
+    return 1 - (means * (2 * (products - u * v) + 9e-4) / (squares - u**2 + other - v**2 + 9e-4)).mean()
+
+
+def _contrast(x: Tensor, target: Tensor) -> Tensor:
+    """SupCon, written out, of classes that lie apart."""
+    of_class = (torch.arange(512) % 8).view(-1, 1) == torch.arange(512) % 8
+    x = F.normalize(0.3 * x + 8 * F.one_hot(torch.arange(512) % 8, 64))
+    products = x @ x.mT / 0.07
+    products = products - products.amax(1, keepdim=True).detach()
+    logs = products - (products.exp() * (1 - torch.eye(512))).sum(1, keepdim=True).log()
+    return -(logs * of_class).sum(1).mean()
+
+
+def _log_sigmoids(x: Tensor, target: Tensor) -> Tensor:
+    x = x + 6 * target.sign()
+    return -torch.where(target > 0, F.logsigmoid(x), F.logsigmoid(-x)).mean()
+
+
+def _gaussians(x: Tensor) -> Tensor:
+    return torch.exp(-(((x.unsqueeze(2) - torch.linspace(-2, 2, 8)) / 0.5) ** 2))
+
+
+DIFFERENCES = {
+    "Gaussians": lambda x, target: F.mse_loss(_gaussians(x), _gaussians(target)),
+    "magnitudes": lambda x, target: F.l1_loss(_magnitudes(x), _magnitudes(target)),
+    "powers": lambda x, target: F.l1_loss(_powers(x), _powers(target)),
+    "mel": lambda x, target: F.l1_loss(_mel(x), _mel(target)),
+    "edges": lambda x, target: F.l1_loss(_edges(x), _edges(target)),
+    "similarity": _similarity,
+    "contrast": _contrast,
+    "log-sigmoids": _log_sigmoids,
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_losses_that_divide_by_small_differences_have_little_noise(name):
+    """Magnitudes near 0, variances, sums of exponentials that are near to one of these."""
+    x = torch.randn(512, 64)
+    target = x + torch.randn(512, 64) / 10
+
+    def loss(x: Tensor) -> Tensor:
+        return DIFFERENCES[name](x * 1, target)
+
+    (_, want), (_, got) = run_loss(loss, x, None), run_loss(loss, x, settings(bit_width=4))
+    assert (got - want).norm() < 0.3 * want.norm()
 
 
 class _Classes(torch.autograd.Function):

@@ -178,5 +178,6 @@ def test_rounded_norms_are_not_lost_silently(training):
     for transform in (lambda: torch.func.vmap(model)(X), lambda: torch.func.jvp(model, (X,), (X,))):
         with pytest.raises(NotImplementedError, match="restore_backward"):
             transform()
-    with pytest.raises(NotImplementedError, match=r"torch\.export and compiled graphs"):
-        torch.jit.trace(model, X)
+    for function in (model, brevact.backward_quant(L4ForwardBackward)(mlp())):
+        with pytest.raises(NotImplementedError, match=r"torch\.export and compiled graphs"):
+            torch.jit.trace(function, X)

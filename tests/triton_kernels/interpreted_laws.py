@@ -69,6 +69,47 @@ def _fused(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
     return np.where((rest != 0) & (total.view(np.int64) % 2 == 0), towards, total).astype(np.float32)
 
 
+def _as_compiled(monkeypatch: pytest.MonkeyPatch) -> type:
+    builder, of = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    monkeypatch.setattr(floats, "_INTERPRETED", False)
+    monkeypatch.setattr(builder, "create_fma", lambda own, x, y, z: of(_fused(x.data, y.data, z.data), x.dtype))
+    return builder
+
+
+@triton.jit
+def _divide_kernel(x_ptr, divisor_ptr, y_ptr, N: tl.constexpr, RECTIFIES: tl.constexpr):
+    at = tl.arange(0, N)
+    power, divisor, inverse = floats.parts_of(tl.load(divisor_ptr))
+    tl.store(y_ptr + at, floats.quotient_to_clip(tl.load(x_ptr + at), power, divisor, inverse, RECTIFIES))
+
+
+_LARGEST = torch.finfo(torch.float32).max
+_ODD_DIVISORS = (0.0, torch.inf, torch.nan, 1e-45, 1.1e-38, _LARGEST, 1.9999999, 1.0000001, -0.3)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("rectifies", [False, True])
+def test_compiled_quotients_are_those_of_exact_division_until_they_are_clipped(
+    rectifies, monkeypatch: pytest.MonkeyPatch
+):
+    _as_compiled(monkeypatch)
+    generator = torch.Generator().manual_seed(0)
+    any_float = torch.randint(-(2**31), 2**31, (1 << 13,), generator=generator).int().view(torch.float32)
+    usual = torch.randn(1 << 13, generator=generator)
+    for divisor in (*_ODD_DIVISORS, *any_float[:40].tolist(), *usual[:40].tolist()):
+        by = torch.tensor(divisor, dtype=torch.float32)
+        near = usual * by  # quotients that are often close to a half
+        x = torch.cat([any_float, usual, near, (usual * 4).round() * by / 2, any_float[: 1 << 13] * 0])
+        x = torch.cat([x, x[: (1 << 16) - len(x)]])
+        y = torch.empty(len(x))
+        _divide_kernel[(1,)](x, by, y, len(x), rectifies)
+        exact = (torch.where(x < 0, 0.0, x) if rectifies else x) / by
+        is_far, is_tiny = exact.abs() > 2.0**90, exact.abs() < 2.0**-60
+        assert (y.abs()[is_far] > 2.0**89).all() and torch.equal(y.sign()[is_far], exact.sign()[is_far]), divisor
+        assert (y.abs()[is_tiny] < 2.0**-59).all(), divisor
+        assert_same_values((y + 0.0)[~is_far & ~is_tiny], (exact + 0.0)[~is_far & ~is_tiny])
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("error", [0.0, 2.0**-21, -(2.0**-21)])
 @pytest.mark.parametrize(
@@ -81,11 +122,9 @@ def _fused(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
 )
 def test_compiled_stretching_is_the_references_for_any_close_root(x, error, monkeypatch: pytest.MonkeyPatch):
     """GPUs' root has a relative error of 2^-22.9 or less, and their `fma` rounds once."""
-    builder = interpreter.InterpreterBuilder
+    builder = _as_compiled(monkeypatch)
     root, of = builder.create_rsqrt, interpreter.TensorHandle
-    monkeypatch.setattr(floats, "_INTERPRETED", False)
     monkeypatch.setattr(builder, "create_rsqrt", lambda own, x: of(root(own, x).data * np.float32(1 + error), x.dtype))
-    monkeypatch.setattr(builder, "create_fma", lambda own, x, y, z: of(_fused(x.data, y.data, z.data), x.dtype))
     y = torch.empty(len(x))
     _stretch_kernel[(1,)](x.float(), y, len(x))
     assert_same_values(y + 0.0, reference.stretched(x.float()) + 0.0)  # without the sign of zeros

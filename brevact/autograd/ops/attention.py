@@ -17,6 +17,7 @@ fewer bits, queries and keys use ``score_bit_width``, 8 by default. The remainin
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -133,8 +134,9 @@ def _keep_key(region: Region, query: Tensor, key: Tensor) -> Saved:
 
     def from_mean() -> Saved:
         x = key.detach()
-        deviation, mean = torch.std_mean(x, -2, correction=0, keepdim=True)
-        return region.keep(x - torch.where(mean.abs() > deviation, mean, 0), share=False)
+        mean, norm = x.mean(-2, keepdim=True), torch.linalg.vector_norm(x, dim=-2, keepdim=True)
+        is_near = mean.abs() * math.sqrt(2 * x.shape[-2]) <= norm  # within their deviation: 2 mean^2 <= mean of x^2
+        return region.keep(x - mean.masked_fill_(is_near, 0), share=False)
 
     return _keep_once(region, key, "key", from_mean)
 

@@ -54,7 +54,7 @@ from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Stored
 from brevact.autograd.ops.probabilities import keep_factor_of_logs
 from brevact.autograd.region.settings import BackwardSettings
 from brevact.autograd.saving import storage_report
-from brevact.autograd.saving.saved import Expression, Region, Saved, Weight, express
+from brevact.autograd.saving.saved import AS_IT_IS, Expression, Region, Saved, Weight, express
 from brevact.autograd.saving.storages import is_made, is_tracked
 from brevact.autograd.saving.store import keep_exact, keep_mask, keep_places, reported
 
@@ -390,7 +390,8 @@ def _pair_handler(loss: _PairLoss) -> Callable:
         input, target, reduction = options.pop("input"), options.pop("target"), options.pop("reduction")
         if not (region.is_activation(input) and region.is_activation(target) and input.device == target.device):
             return NotImplemented
-        if not requires_grad(input, target) or (target.requires_grad and not loss.is_of_difference):
+        of_target = target.requires_grad and not loss.is_of_difference
+        if not requires_grad(input, target) or (of_target and func is not F.kl_div):
             return NotImplemented
         if max(input.numel(), target.numel()) < region.settings.min_numel or region.are_weights(input, target):
             return NotImplemented  # there is nothing to pack
@@ -411,12 +412,24 @@ def _pair_handler(loss: _PairLoss) -> Callable:
             slope = loss.slope(x.to(out.dtype), t.to(out.dtype), **options)
             if loss.is_sign:
                 save(ctx, keep_mask(slope > 0), keep_mask(slope < 0))
+                return out
+            kept = func is F.kl_div and keep_factor_of_logs(region, slope, x, is_even=reduction != "none")
+            if not of_target:
+                save(ctx, kept or region.keep(slope, share=False))
+                return out
+            kept = (kept or keep_exact(slope)) if x.requires_grad else None
+            if options["log_target"]:  # of a mixture, other gradients of the target cancel that of the factor
+                is_apart = kept is None or kept[1] is not AS_IT_IS
+                of_t = slope * (x - t), (is_apart and keep_factor_of_logs(region, -slope, t)) or keep_exact(-slope)
             else:
-                of_logs = func is F.kl_div and keep_factor_of_logs(region, slope, x, is_even=reduction != "none")
-                save(ctx, of_logs or region.keep(slope, share=False))
+                of_t = t.log() + t / t - x, None
+            save(ctx, kept, keep_exact(of_t[0]), of_t[1])
             return out
 
         def gradients(needs: Needs, grad: Tensor, kept: Any, *below: Any) -> tuple[Any, ...]:
+            if of_target:
+                parts = [_times(each, grad, 1 / divisor) for each in below if each is not None]
+                return _times(kept, grad, loss.factor / divisor) if needs[0] else None, sum(parts)
             if below:
                 sign = kept.decode().to(grad.dtype).sub_(below[0].decode().to(grad.dtype))
                 along = grad.expand(sign.shape)

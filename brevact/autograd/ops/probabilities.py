@@ -5,10 +5,12 @@ would be biased: the gradient is exponential in it. So is that of log-sum-exp, p
 saved. A probability above 1/2, one per row, is saved by what is left to 1, with its class: an error of a number near 1
 is large beside the gradient of a network that is sure.
 
-A product of log-probabilities with t, also if constants are added to these, saves t = r + p s for s = sum(t): r packed,
-s, one number per row, and log-softmax's own copy of p. Near a teacher t, where errors of t and p were 20 times t - p, r
-is small; and the gradient of p s is 0 if p sums to 1: it is divided by its sum. If the product's own gradient is even
-along a row, that of the input is unbiased, otherwise quadratic in p.
+A product of log-probabilities with t, also of rows in other places or plus constants, saves t = r + p s for s = sum(t):
+r packed, s, one number per row, and log-softmax's own copy of p. Near a teacher t, where errors of t and p were 20
+times t - p, r is small; and the gradient of p s is 0 if p sums to 1: it is divided by its sum. If the product's own
+gradient is even along a row, that of the input is unbiased, otherwise quadratic in p. Where r is no less than half of
+t, s is 0, so that errors of p do not count. The same holds for x - log-sum-exp(x). A factor of any other logarithm,
+whose errors its argument would divide, stays unpacked.
 
 Softmax: dL/dx = p * (g - sum(g p)), quadratic in the output p. One packed copy p^ of it
 leaves a bias, with independent errors e = p^ - p of mean 0:
@@ -31,6 +33,7 @@ router or an attention at a low temperature, errors were as large as the gradien
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -44,7 +47,7 @@ from brevact.autograd.ops.base import Formula, can_pack, run_inside, save, with_
 from brevact.autograd.ops.op import UNBIASED, Op, Saves, Stored, everywhere
 from brevact.autograd.region.settings import BackwardSettings
 from brevact.autograd.saving.saved import Region, Saved
-from brevact.autograd.saving.stand_ins import Logs, find_logs, note_logs
+from brevact.autograd.saving.stand_ins import Logs, find_logs, like_of, note_logs, source_of
 from brevact.autograd.saving.store import keep_exact, keep_places
 from brevact.private_names.of_torch import softmax_backward
 from brevact.quantizers import Rounding, UniformQuantizer
@@ -77,6 +80,8 @@ def _saves_whole(region: Region, out: Tensor, dim: int) -> tuple[Saved, ...]:
 
 _WHOLE = _Rule(_saves_whole, _of_whole)
 
+#: Most distributions of a mixture, whose probabilities are small differences near a target.
+_MOST_MIXED = 3
 #: Attention, along the last of three or more dimensions, has more keys than this.
 _MOST_CLASSES_OF_SCORES = 32
 
@@ -149,32 +154,40 @@ def _summing_to_1(p: Tensor, dim: int) -> Tensor:
     return p.div_(p.sum(dim, keepdim=True).clamp_(0.5, 2.0))
 
 
-class _Factor(NamedTuple):
+class _Whole(NamedTuple):
     dim: int
 
-    def __call__(self, rest: Tensor, total: Tensor, p: Tensor, places: Tensor) -> Tensor:
-        p = p.to(torch.promote_types(p.dtype, total.dtype), copy=True)  # float16 may not hold p s
-        return _summing_to_1(_turn_sure(p, self.dim, places), self.dim).mul_(total).add_(rest).to(rest.dtype)
+    def __call__(self, p: Tensor, places: Tensor) -> Tensor:
+        return _summing_to_1(_turn_sure(p.clone(), self.dim, places), self.dim)
+
+
+def _with_multiple(rest: Tensor, total: Tensor, p: Tensor) -> Tensor:
+    return (p.to(torch.promote_types(p.dtype, total.dtype)) * total).add_(rest).to(rest.dtype)
 
 
 def keep_factor_of_logs(region: Region, t: Tensor, x: Tensor, *, is_even: bool = False) -> Saved | None:
-    """Save a factor t of log-probabilities by their probabilities; None if ``x`` is no sum of them and constants.
+    """Save a factor t of log-probabilities by these, of another logarithm exactly; None if ``x`` is no sum of one.
 
     ``is_even``: the product's gradient is the same for all elements, so that it is unbiased at any number of bits.
     """
     found, settings = find_logs(x), region.settings
-    if found is None or t.shape != x.shape or not (settings.derives_curved or (is_even and settings.derives)):
+    if found is None or region.is_weight(t) or (t.is_leaf and t.requires_grad):
         return None
-    if region.is_weight(t) or (t.is_leaf and t.requires_grad):
+    if found.kept is None or found.source:
+        return keep_exact(t)  # its errors would be divided by the logarithm's argument
+    if t.shape != x.shape or not (settings.derives_curved or (is_even and settings.derives)):
         return None
-    t, p = t.detach(), (x if found.logs is None else found.logs).detach().exp()
-    total = t.sum(found.dim, keepdim=True).nan_to_num(0, 0, 0)
+    t, p = t.detach(), (x if found.logs is None else found.logs).detach().exp()  # float16 may not hold p s
+    total, p = t.sum(found.dim, keepdim=True).nan_to_num(0, 0, 0), p.to(torch.promote_types(p.dtype, t.dtype))
+    rest = t - p * total
+    if not is_even:
+        of_rest, of_t = (torch.linalg.vector_norm(each, 2, found.dim, keepdim=True) for each in (rest, t))
+        is_near = 2 * of_rest < of_t
+        total, rest = total.where(is_near, 0), rest.where(is_near, t)
     finer = with_bits(region, 5) if settings.derives_curved else region  # where t is 1 at one place: 0.19, not 0.3
-    p = p.to(torch.promote_types(p.dtype, t.dtype)).mul_(total)
-    rest = finer.keep((t - p).to(t.dtype), share=False)
+    kept = finer.keep(rest.to(t.dtype), share=False), keep_exact(total), found.kept
     found.readers.append(True)
-    kept = rest, keep_exact(total), *found.kept
-    return function_of(_Factor(found.dim), kept, t, is_pointwise=False, most_packed=len(kept))
+    return function_of(_with_multiple, kept, t, is_pointwise=False)
 
 
 _LOGARITHMS = _Rule(lambda region, out, dim: _keep_probabilities(region, out.exp(), dim), _of_logarithms)
@@ -210,7 +223,8 @@ def _handler(given: _Rule | None = None) -> Callable:
             kept = rule.saves(region, out, dim)
             save(ctx, *kept)
             if rule is _LOGARITHMS:
-                note_logs(out, Logs(dim, kept, readers, (out.shape, out.stride())))
+                whole = function_of(_Whole(dim), kept, out, is_pointwise=False)
+                note_logs(out, Logs(like_of(out), dim % out.dim(), whole, readers))
             return out
 
         def gradients(needs: tuple[bool, ...], grad: Tensor, *kept: Any) -> tuple[Any, ...]:
@@ -226,18 +240,25 @@ def _logsumexp(region: Region, func: Callable, input: Tensor, dim: Any, keepdim:
     if not (can_pack(region, input) and input.dim()):
         return NotImplemented
     dims, dtype = dim if isinstance(dim, Sequence) else (dim,), input.dtype
-    places = sorted(place % input.dim() for place in dims)
+    places, readers = sorted(place % input.dim() for place in dims), list[bool]()
+    is_of_few = math.prod(input.shape[place] for place in places) <= _MOST_MIXED
+    finer = with_bits(region, 8) if is_of_few else region
 
     def run(ctx: Any, x: Tensor) -> Tensor:
         out: Tensor = func(x, dim, keepdim)
         of_rows = out if keepdim else functools.reduce(Tensor.unsqueeze, places, out)
         p = (x - of_rows).exp_()
-        save(ctx, *(_keep_probabilities(region, p, *places) if len(places) == 1 else (region.keep(p, share=False),)))
+        kept = _keep_probabilities(finer, p, *places) if len(places) == 1 else (finer.keep(p, share=False),)
+        save(ctx, *kept)
+        is_of_classes = keepdim and len(places) == 1
+        whole = function_of(_Whole(places[0]), kept, x, is_pointwise=False) if is_of_classes else None
+        note_logs(out, Logs(like_of(out), places[0], whole, readers, source=source_of(x)))
         return out
 
     def gradients(needs: tuple[bool, ...], grad: Tensor, *kept: Any) -> tuple[Any, ...]:
         grad = grad if keepdim else functools.reduce(Tensor.unsqueeze, places, grad)
-        return (_probabilities(places[0], *kept).mul_(grad).to(dtype),)
+        p = _probabilities(places[0], *kept)
+        return ((_summing_to_1(p, *places) if readers else p).mul_(grad).to(dtype),)
 
     return region.apply(Formula, run, gradients, input)
 
@@ -249,7 +270,9 @@ _STORED = Stored(
     "of classes unbiased; of attention bias of the order of Var of one packed copy",
 )
 _OF_LOGARITHMS = Stored(
-    "log-softmax, log-sum-exp", "the probabilities, packed, one above 1/2 by what is left to 1, and its class", UNBIASED
+    "log-softmax, log-sum-exp",
+    "the probabilities, packed, one above 1/2 by what is left to 1, and its class; of a sum of up to 3 at 8 bits",
+    UNBIASED,
 )
 OPS = (
     Op((torch.softmax, F.softmax, torch.special.softmax, Tensor.softmax), _handler(), _STORED, is_bit_exact=False),

@@ -31,10 +31,11 @@ from brevact.autograd.ops.base import Formula, Needs, out_of_place, requires_gra
 from brevact.autograd.ops.norm_formulas import dims_of_inverses, dims_of_rows, is_deviation, keep_by_rows
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Saves, Stored, everywhere
 from brevact.autograd.ops.probabilities import keep_factor_of_logs
-from brevact.autograd.ops.smooth import WRITTEN_OUT, keep_square
+from brevact.autograd.ops.smooth import WRITTEN_OUT, is_image, keep_square
 from brevact.autograd.ops.vector_norms import EMBEDDING_BITS
 from brevact.autograd.region.settings import bits_of
 from brevact.autograd.saving.saved import Region, Saved, Strides, lay_out, mapped, one_object_each
+from brevact.autograd.saving.stand_ins import source_of
 from brevact.autograd.saving.storages import is_tracked, storage_address
 from brevact.autograd.saving.store import compact, keep_exact
 from brevact.private_names.of_torch import grouped_mm, is_any_autocast_enabled
@@ -370,7 +371,7 @@ def _apply_elementwise(region: Region, multiply: Callable, a: Tensor, b: Tensor,
 
 def _keep_factor(region: Region, x: Tensor, other: Tensor, dims: tuple[int, ...], *, is_scale: bool) -> Saved:
     """Save a factor by the rows along ``dims`` that the other one scales, or unpacked if it scales the other's rows."""
-    if is_scale:
+    if is_scale or (x.shape == other.shape and is_image(x)):
         return keep_exact(x)
     if x.numel() * ELEMENTS_OF_SMALL <= other.numel() and is_tracked(other) and region.find_known(other) is not None:
         return _keep_small_factor(region, x)
@@ -412,11 +413,17 @@ def _multiply_elements(region: Region, func: Callable, input: Tensor, other: Any
     if kwargs or not (region.is_activation(input) and region.is_activation(other) and _can_pack(region, input, other)):
         return NotImplemented  # a number has no gradient and nothing is stored
     is_exact = region.settings.is_exact or region.settings.is_lossless  # as torch, which adds two gradients, one by one
-    if input is other and not (inplace or is_exact):
+    if not (inplace or is_exact) and (input is other or _are_one_part(input, other)):
         square = keep_square(region, lambda x: func(x, x), input)
         if square is not NotImplemented:
             return square
     return _apply_elementwise(region, func, input, other, inplace)
+
+
+def _are_one_part(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are both the real or both the imaginary part of one tensor."""
+    whole = a._base if a._is_view() and a.requires_grad and b.requires_grad else None
+    return whole is not None and whole is b._base and whole.is_complex() and source_of(a) == source_of(b)
 
 
 def _divide(region: Region, func: Callable, input: Any, other: Any, **kwargs: Any) -> Any:
@@ -449,7 +456,8 @@ def _divides_by_activation(place: int, region: Region, args: tuple) -> bool:
 
 _OF_ELEMENTS = Stored(
     "products of activations",
-    "each factor once, packed, that of a log-softmax less a multiple of probabilities; a weight unpacked",
+    "each factor once, packed, that of a log-softmax less a multiple of probabilities; a weight, that of another "
+    "logarithm, and images of up to 3 channels unpacked",
     "unbiased; that of a log-softmax by factors that differ by class, bias Var of one packed copy",
 )
 _DIVISION = Stored("division by an activation", "as in PyTorch", EXACT)

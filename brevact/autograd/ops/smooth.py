@@ -25,11 +25,22 @@ from torch.nn import functional as F
 from brevact.autograd.deriving.cache import MOST_HELD
 from brevact.autograd.deriving.derived import derive, function_of, keep_smooth, keep_source
 from brevact.autograd.deriving.expressions import Derived
-from brevact.autograd.ops.base import Formula, Needs, as_number, can_pack, expanded_one, is_inplace, save, value_of
+from brevact.autograd.ops.base import (
+    Formula,
+    Needs,
+    as_number,
+    can_pack,
+    expanded_one,
+    is_inplace,
+    save,
+    value_of,
+    with_bits,
+)
 from brevact.autograd.ops.norm_formulas import are_rows, keep_by_rows
-from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
+from brevact.autograd.ops.op import UNBIASED, Op, Saves, Stored, everywhere
+from brevact.autograd.ops.vector_norms import EMBEDDING_BITS
 from brevact.autograd.saving.saved import Region, Saved
-from brevact.autograd.saving.storages import is_offered, record_of
+from brevact.autograd.saving.storages import find_record, is_offered, record_of
 from brevact.autograd.saving.store import keep_mask, keep_small, reported
 from brevact.quantizers import PointFunction
 
@@ -37,6 +48,7 @@ from brevact.quantizers import PointFunction
 Derivative = Callable[[Tensor, Tensor], Tensor]
 
 aten = torch.ops.aten
+_LEAST_IMAGE = 16
 _SELU_ALPHA, _SELU_SCALE = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
 
 
@@ -169,6 +181,8 @@ def smooth_handler(rule: Callable[..., Any], *, is_gentle: bool = True) -> Calla
         input, rest, kwargs = (args[0], args[1:], kwargs) if args else (kwargs.pop("input"), (), kwargs)
         if not region.can_pack_input(input) or not input.requires_grad:
             return NotImplemented
+        if func is F.logsigmoid and input.dim() == 2:
+            region = with_bits(region, EMBEDDING_BITS)
         if region.settings.double_backward:
             run = _TWICE.get(func)
             out = None
@@ -315,7 +329,7 @@ _STEEP = frozenset((F.selu, torch.erf, F.softsign, F.tanhshrink, torch.sin, torc
 STORED = Stored(
     "SiLU, GELU, Hardswish, Mish, ELU, Softplus, sin, erf, SELU, softsign and the like",
     "below 4 bits the derivative, packed; from 4 bits on the input, packed with levels that are dense around 0, from "
-    "which derivative and output derive (Hardswish: and a mask)",
+    "which derivative and output derive (Hardswish: and a mask), of logsigmoid of a matrix at 8 bits",
     "unbiased; derived ones have the bias Var f'' / 2 of one packed copy",
 )
 _BOUNDED = Stored(
@@ -339,15 +353,18 @@ def _power_slope(exponent: float) -> Derivative:
 def keep_square(region: Any, func: Callable, input: Any, *exponent: float) -> Any:
     """Save a square's input by rows, whose mean may be a variance. Small tensors are left to torch.
 
-    An op that needs the square of a difference plus a number exactly, such as a root, saves the difference unpacked,
-    too: near 0 its errors are divided by a small number.
+    An op that needs the square of a difference or of a part of a complex number exactly, or a sum of these, such as a
+    root, saves these unpacked, too: near 0 its errors are divided by a small number. Images are saved unpacked, since
+    losses subtract the square of a mean from the mean of squares.
     """
     if not can_pack(region, input) or input.grad_fn is None:
         return NotImplemented
+    if is_image(input):
+        return region.hooks.run_exactly(func, (input, *exponent), {})
     is_product, turns, has_rows = _is_product(region, input), _is_probability(input), are_rows(input.shape, (-1,))
     runner = region.hooks if input.dtype is torch.float32 else region.torch_runner(input)  # autocast copies others
     is_plain = not (turns or is_product or runner is None)
-    is_difference = is_plain and input.grad_fn.name() == "SubBackward0"
+    is_difference = is_plain and _may_be_near_zero(input)
     if not (turns or is_product or is_difference or has_rows):
         return NotImplemented
     if is_difference or (is_plain and _may_be_held(region, input)):
@@ -366,6 +383,38 @@ def keep_square(region: Any, func: Callable, input: Any, *exponent: float) -> An
         return func(x, *exponent)
 
     return region.apply(Formula, run, lambda needs, grad, kept: (kept.multiply(grad).mul_(2.0),), input)
+
+
+def _may_be_near_zero(x: Tensor) -> bool:
+    """Return whether a tensor is a scaled difference or exponential, a part of complex numbers, or a view of one."""
+    whole = x._base if x._is_view() and x._base is not None else x
+    node = whole.grad_fn
+    while node is not None and node.name() in ("DivBackward0", "MulBackward0") and node.next_functions[1][0] is None:
+        node = node.next_functions[0][0]
+    return whole.is_complex() or (node is not None and node.name() in ("SubBackward0", "ExpBackward0"))
+
+
+def is_image(x: Tensor) -> bool:
+    """Return whether a tensor has up to three channels of maps: small beside a network's, and near a target."""
+    return x.dim() == 4 and x.shape[1] <= 3 and min(x.shape[2:]) >= _LEAST_IMAGE
+
+
+def _exponential(region: Region, func: Callable, input: Tensor) -> Any:
+    """Pack exponentials at 8 bits, of a matrix, or of squares of differences, which take 8 bits, too.
+
+    Contrastive losses divide by sums of them, near to which they are; Gaussians may be narrow.
+    """
+    if not can_pack(region, input) or region.torch_runner(input) is None:
+        return NotImplemented
+    record = find_record(input)
+    carried = () if record is None else record.carried
+    squared = [x for x in carried if not getattr(find_record(x), "saturates", True)]
+    if input.dim() != 2 and not squared:
+        return NotImplemented
+    keep = with_bits(region, EMBEDDING_BITS).keep
+    for x in squared:
+        region.hooks.refine(x, keep)
+    return region.hooks.run_torch_function(func, input, keep=keep, offers=True)
 
 
 def _is_product(region: Region, x: Tensor) -> bool:
@@ -420,6 +469,7 @@ OPS = (
     Op(tuple(_TWICE), twice=True),
     Op((torch.pow, Tensor.pow, Tensor.__pow__), _pow, STORED._replace(op="x^p with p > 2"), is_bit_exact=False),
     Op((torch.square, Tensor.square), keep_square, WRITTEN_OUT, is_bit_exact=False),
+    Op((torch.exp, Tensor.exp), _exponential, Stored("exp of a matrix", "the result, packed at 8 bits", UNBIASED)),
     Op(everywhere("square"), saves=Saves.FACTORS),
     Op((*everywhere("pow"), Tensor.__pow__, Tensor.__ipow__, Tensor.__rpow__), must_not_round=_is_steep),
 )

@@ -38,7 +38,6 @@ from brevact.private_names.of_torch import (
 )
 
 _is_grad_enabled = torch.is_grad_enabled
-_is_compiling = torch.compiler.is_dynamo_compiling
 
 
 class EagerMode(marks.RegionMode):
@@ -47,8 +46,6 @@ class EagerMode(marks.RegionMode):
     @marks.skipped_by_dynamo
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if _is_compiling():
-            return marks.traced_call(self, func, types, args, kwargs)
         if frame_callback() is not None:  # between the graphs of a compiled model
             return marks.out_of_dynamo(self.__torch_function__)(func, types, args, kwargs)
         row = ROWS.get(func)
@@ -206,6 +203,8 @@ def _run_backward(region: Any, func: Callable, args: tuple, kwargs: dict[str, An
         active.regions = regions
 
 
+#: Elements of a sum of squares, such as of a complex number, that may be held for its root.
+_MOST_SUMMED = 4
 _NO_SHAPES: frozenset[tuple[int, ...]] = frozenset()
 
 
@@ -218,12 +217,13 @@ def _track(
     is_tracked = any_tracked(tensors)
     if not (row.overwrites or is_tracked):
         return
-    if row.is_pointwise and is_tracked == 2:
+    is_sum = func.__name__ == "sum" and tensors[0].numel() <= _MOST_SUMMED * result.numel()
+    if is_tracked == 2 and (row.is_pointwise or is_sum):
         carry(tensors, result)
+    adds = row.kind is Kind.SUM or (row.kind is Kind.BILINEAR and len(tensors) == 1)
+    carry_logs(func, args, kwargs, tensors, result, adds=adds)
     if row.kind is None:
         return
-    if row.kind is Kind.SUM or (row.kind is Kind.BILINEAR and len(tensors) == 1):
-        carry_logs(tensors, result)
     # A new result is known only if the counterpart recorded it; a move may return a view of a known tensor.
     is_new = row.kind is not Kind.MOVE and not row.overwrites
     if row.is_pointwise and len(args) == 2 and type(args[1]) in (int, float, bool):

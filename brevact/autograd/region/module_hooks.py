@@ -13,22 +13,13 @@ import torch
 from torch import nn
 
 from brevact.autograd.region.regions import Region
-from brevact.autograd.region.running import (
-    NO_ROUNDED_NORMS,
-    active,
-    is_alive,
-    is_tracing,
-    leave_abandoned,
-    leave_forward,
-    leave_last,
-)
+from brevact.autograd.region.running import active, is_alive, is_tracing, leave_abandoned, leave_forward, leave_last
 from brevact.autograd.region.settings import BackwardSettings
 from brevact.autograd.saving.saved_tensor_hooks import is_checkpoint_innermost
 from brevact.compiler import marks
-from brevact.compiler import tracing as tracing
+from brevact.compiler.tracing import enter_block, enter_module, leave, traced_as
 from brevact.private_names.of_torch import top_hooks, why_hooks_are_off
 
-_is_compiling = torch.compiler.is_dynamo_compiling
 _is_grad_enabled = torch.is_grad_enabled
 
 
@@ -72,12 +63,8 @@ class _EnterRegion:
         if attachment is not None and settings is not None:
             attachment.recompute = max(attachment.recompute, settings.most_recompute)
 
-    @marks.skipped_by_dynamo
+    @traced_as(enter_module)
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if _is_compiling():
-            if not (self.inherits and marks.is_covered(module)):  # before the settings, which Dynamo guards
-                marks.enter(self.settings, module, inherits=self.inherits)
-            return
         regions, frame = active.regions, sys._getframe(1)
         if regions:
             enclosing = regions[-1]
@@ -96,9 +83,7 @@ class _EnterRegion:
 
     def _enter(self, module: nn.Module, frame: FrameType) -> None:
         leave_abandoned(frame)
-        if marks.is_exporting():
-            marks.enter(self.settings, module, inherits=self.inherits)
-        elif self._is_needed(module):
+        if self._is_needed(module):
             norms_only = not (module.training or _trains_around())
             entered = Region(self.settings, module, norms_only=norms_only, attachment=self.attachment).__enter__()
             active.forwards.append((module, entered, frame))
@@ -107,9 +92,7 @@ class _EnterRegion:
         if active.disabled:
             return False
         settings, regions = self.settings, active.regions
-        if is_tracing():
-            if settings is not None and settings.changes_forward:
-                raise NotImplementedError(NO_ROUNDED_NORMS)
+        if is_tracing(settings):
             return False
         enclosing = regions[-1] if regions else None
         around = None if enclosing is None else enclosing.attachment
@@ -168,17 +151,12 @@ class _ExitRegion:
 
     is_of_region = True
 
-    @marks.skipped_by_dynamo
+    @traced_as(leave)
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if _is_compiling():
-            marks.leave(module)
-        elif active.forwards:
-            for forward in active.forwards:
-                if forward[0] is module:
-                    marks.run_outside_dynamo(leave_forward, module, sys._getframe(1))
-                    break
-        elif marks.is_exporting():
-            marks.leave(module)
+        for forward in active.forwards:
+            if forward[0] is module:
+                marks.run_outside_dynamo(leave_forward, module, sys._getframe(1))
+                break
 
 
 def attach_region(
@@ -269,22 +247,16 @@ class region(ContextDecorator):
         self.attachment = attachment
         self._entered: list[Region | None] = []
 
-    @marks.skipped_by_dynamo
+    @traced_as(enter_block)
     def __enter__(self) -> None:
-        if _is_compiling() or marks.is_exporting():
-            marks.TracingMode(marks.text_of(self.settings)).__enter__()
-            return
         leave_abandoned(sys._getframe(1))
-        if active.disabled or is_tracing():
+        if active.disabled or is_tracing(self.settings):
             self._entered.append(None)
         else:
             self._entered.append(Region(self.settings, attachment=self.attachment).__enter__())
 
-    @marks.skipped_by_dynamo
+    @traced_as(leave)
     def __exit__(self, *exc_info: object) -> None:
-        if _is_compiling() or marks.is_exporting():
-            marks.leave(None)
-            return
         entered = self._entered.pop()
         if entered is None or entered not in active.regions:  # an enclosing one was left before
             return

@@ -45,7 +45,7 @@ from brevact.autograd.saving.saved_tensor_hooks import SavedTensorHooks, checkpo
 from brevact.autograd.saving.storages import find_record, find_shared, is_held, share_packed
 from brevact.autograd.saving.store import beside, form_of, keep_exact, keep_small, pack, report_statistics, reported
 from brevact.autograd.saving.weights import WEIGHT_NUMEL, ModelState, is_parameter, is_weight, node_of
-from brevact.compiler import marks
+from brevact.compiler import FULL_PRECISION, marks
 from brevact.private_names.of_torch import (
     function_apply_code,
     is_any_autocast_enabled,
@@ -135,7 +135,7 @@ class Region:
 
     def describe(self) -> None:
         """Describe the region on its mode, which Dynamo reads: in a checkpoint inside the region nothing is packed."""
-        self.mode.text = marks.text_of(self.outer_settings)
+        self.mode.text = FULL_PRECISION if self.outer_settings is None else self.outer_settings.text
         self.mode.norms_only = self.norms_only or is_checkpoint_innermost()
 
     def region_for_op(self, name: str) -> Region:
@@ -394,6 +394,3 @@ class Region:
         result = self.apply(function, *args)
         self.state.mark_weight(result, weight=True)
         return result
-
-
-marks.RegionMode.eager = Region

@@ -98,7 +98,7 @@ def _joined(func: Callable, ops: list[Op], name: str | None) -> Op:
         is_bit_exact=all(op.is_bit_exact for op in ops),
         reads_sizes=any(op.saves is Saves.SIZES for op in ops),
         overwrites=found["kind"] is not None and may_overwrite(func),
-        is_tracked=found["kind"] is not None or found["is_pointwise"],
+        is_tracked=any(found[field] for field in ("kind", "is_pointwise", "looks_up")) or func.__name__ == "sum",
         makes_weight=func is torch.eye,
         takes_tensors=is_known and func.__name__ not in _CHANGES_ARGUMENT,
         replaces=func is Tensor.copy_,

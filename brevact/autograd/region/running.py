@@ -32,6 +32,7 @@ from brevact.private_names.of_torch import (
     frame_callback,
     function_modes,
     functorch_interpreter,
+    is_jit_tracing,
     pop_function_mode,
     pop_hooks,
     push_function_mode,
@@ -39,7 +40,6 @@ from brevact.private_names.of_torch import (
     states_of_modules,
     top_hooks,
 )
-from brevact.private_names.of_torch import is_jit_tracing as is_tracing
 
 
 class _Active(threading.local):
@@ -211,6 +211,18 @@ def is_transformed() -> bool:
 def check_rounding() -> None:
     if is_transformed() or is_tracing():
         raise NotImplementedError(NO_ROUNDED_NORMS)
+
+
+def is_tracing(settings: Any = None) -> bool:
+    """Return whether `torch.jit.trace` or `torch.export` records a program, which has no backward pass or no regions.
+
+    Raises:
+        NotImplementedError: and by these settings norms go on with rounded values.
+    """
+    found = is_jit_tracing() or torch.compiler.is_exporting()
+    if found and settings is not None and settings.changes_forward:
+        raise NotImplementedError(NO_ROUNDED_NORMS)
+    return found
 
 
 @contextmanager

@@ -283,7 +283,7 @@ class SavedTensorHooks:
             packed = self._hand_on(found)
             is_rounded = not (kept or mask_of or found[1].quality.is_exact)
             if isinstance(packed, SavedByHook) and (offers or mask_of or is_rounded):
-                offer(x, packed, saturates=is_rounded)
+                offer(x, packed, saturates=is_rounded and not offers)
             return packed
 
         return self._run_marked(pack, function, input)
@@ -306,6 +306,9 @@ class SavedTensorHooks:
     def give_up_saturated(self, tensors: list[Tensor]) -> None:
         for x in tensors:
             give_up_saturated(x, self._outer)
+
+    def refine(self, x: Tensor, keep: Callable[[Tensor], Saved]) -> None:
+        give_up(x, self._outer, keep=keep)
 
     def run_backward(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run a backward pass inside the region; it builds the second graph (:meth:`_keep_of_second_graph`)."""

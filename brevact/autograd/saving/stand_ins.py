@@ -11,17 +11,19 @@ output hold that output, since its slope is a small difference of packed values:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from brevact.autograd.call_arguments import BoundCall
+from brevact.autograd.call_arguments import BoundCall, bound_call
 from brevact.autograd.deriving.derived import function_of
+from brevact.autograd.deriving.expressions import Restrided
 from brevact.autograd.saving import storage_report
 from brevact.autograd.saving.saved import AS_IT_IS, Saved, SavedByHook, mapped
 from brevact.autograd.saving.storages import find_record, is_tracked, note_held, record_of
+from brevact.autograd.saving.store import keep_exact
 
 
 def stand_in(mask: Saved, dtype: torch.dtype, inside: float = 1.0) -> Saved:
@@ -34,6 +36,11 @@ def _signs(mask: Tensor, dtype: torch.dtype, inside: float) -> Tensor:
     return signs if inside == 1.0 else signs.mul_(inside)
 
 
+#: Tensors that a function of them holds, such as the differences of a total variation.
+_MOST_CARRIED = 3
+_LOGARITHMS = frozenset(("log", "log2", "log10", "log1p"))
+_DIFFERENCES = frozenset(("sub", "subtract", "__sub__"))
+_MOVES = frozenset(("clone", "contiguous", "reshape", "flatten", "__getitem__", "index_select"))
 _INVERSES: dict[str, Callable[..., Tensor]] = {
     **dict.fromkeys(("add", "__add__", "__radd__"), torch.sub),
     **dict.fromkeys(("sub", "__sub__"), torch.add),
@@ -55,7 +62,7 @@ def offer(x: Tensor, stored: SavedByHook, inverses: tuple[BoundCall, ...] = (), 
 
 
 def carry(tensors: list[Tensor], out: Any) -> None:
-    """Let a pointwise function of a saturating output and constants hold that output as long as it lives."""
+    """Let a function of saturating outputs and constants hold these outputs as long as it lives."""
     if type(out) is not Tensor or out.is_inference() or out.layout is not torch.strided:
         return
     found: dict[int, Tensor] = {}
@@ -69,23 +76,35 @@ def carry(tensors: list[Tensor], out: Any) -> None:
         if not carried:
             return
         found |= {each.untyped_storage()._cdata: each for each in carried}
-    if len(found) == 1 and out.untyped_storage()._cdata not in found:
+    is_one = len(found) == 1 or not any(getattr(find_record(x), "saturates", True) for x in found.values())
+    if 1 <= len(found) <= _MOST_CARRIED and is_one and out.untyped_storage()._cdata not in found:
         record = record_of(out)
         if record is not None:
             record.carried = tuple(found.values())
 
 
 class Logs(NamedTuple):
-    """Log-probabilities, or sums of them and constants, which hold ``logs``: their sizes and strides are ``like``.
+    """A logarithm, or a sum of one and constants, of sizes and strides ``like``.
 
-    ``kept``: saved forms of the probabilities. ``readers``: empty if log-softmax alone reads these.
+    ``kept``: saved form of the probabilities along ``dim``; None for a logarithm of anything else. ``readers``: empty
+    if log-softmax alone reads these. ``logs``: the log-softmax, if it is not the tensor itself. ``source``: what a
+    log-sum-exp is of.
     """
 
-    dim: int
-    kept: tuple[Any, ...]
-    readers: list[bool]
     like: tuple[torch.Size, tuple[int, ...]]
+    dim: int = 0
+    kept: Saved | None = None
+    readers: Any = ()
     logs: Tensor | None = None
+    source: tuple[Any, ...] = ()
+
+
+def like_of(x: Tensor) -> tuple[torch.Size, tuple[int, ...]]:
+    return x.shape, x.stride()
+
+
+def source_of(x: Tensor) -> tuple[Any, ...]:
+    return weakref.ref(x.untyped_storage()), x._version, x.storage_offset(), *like_of(x)
 
 
 def note_logs(x: Tensor, logs: Logs) -> None:
@@ -95,18 +114,49 @@ def note_logs(x: Tensor, logs: Logs) -> None:
 
 
 def find_logs(x: Tensor) -> Logs | None:
+    """Return the logarithm that a tensor is, or a view of one; of log-probabilities, one that has all classes."""
     record = None if x.is_inference() else find_record(x)
     found: Logs | None = None if record is None else record.logs
-    if found is None or x._version or found.like != (x.shape, x.stride()):
+    if found is None or x._version or (found.logs is not None and found.logs._version):
         return None
-    return None if found.logs is not None and found.logs._version else found
+    if found.kept is None or found.source or found.like == like_of(x):
+        return found
+    shape, stride = found.like
+    dims = [d for d in range(x.dim()) if (x.shape[d], x.stride(d)) == (shape[found.dim], stride[found.dim])]
+    return _moved(found, dims, Restrided(stride, x.shape, x.stride(), x.storage_offset()), (), x)
 
 
-def carry_logs(tensors: list[Tensor], out: Tensor) -> None:
-    for x in tensors:
-        found = find_logs(x)
-        if found is not None and out is not x and found.like == (out.shape, out.stride()):
-            note_logs(out, found if found.logs is not None else found._replace(logs=x.detach()))
+def _moved(found: Logs, dims: list[int], move: Any, indices: Sequence[Tensor], x: Tensor) -> Logs | None:
+    """Return log-probabilities moved to the places of ``x``."""
+    if len(dims) != 1 or found.kept is None:
+        return None
+    kept = function_of(move, (found.kept, *map(keep_exact, indices)), x, is_pointwise=False)
+    logs = None if found.logs is None else move(found.logs, *indices)
+    return Logs(like_of(x), *dims, kept, found.readers, logs)
+
+
+def carry_logs(func: Callable, args: tuple, kwargs: dict, tensors: list[Tensor], out: Tensor, *, adds: bool) -> None:
+    """Note that a result is a logarithm, ``adds`` constants to one, or has its elements in other places."""
+    name = func.__name__
+    if name in _LOGARITHMS:
+        note_logs(out, Logs(like_of(out)))
+    pairs = [(x, logs) for x in tensors if x is not out and (logs := find_logs(x))] if adds or name in _MOVES else []
+    if not pairs:
+        return
+    (x, logs), *others = pairs
+    found: Logs | None = None
+    if name in _DIFFERENCES and logs.source and logs.source == source_of(tensors[0]):
+        found = Logs(like_of(out), logs.dim, logs.kept, logs.readers)
+    elif others or logs.kept is None or logs.source:
+        found = Logs(like_of(out))
+    elif not adds:
+        size, inner = x.shape[logs.dim], x.shape[logs.dim + 1 :].numel()
+        dims = [d for d, each in enumerate(out.shape) if each == size and out.shape[d + 1 :].numel() == inner]
+        found = _moved(logs, dims, bound_call(func, args, kwargs), tensors[1:], out)
+    elif out.shape == x.shape:
+        found = logs._replace(like=like_of(out), logs=x.detach() if logs.logs is None else logs.logs)
+    if found is not None:
+        note_logs(out, found)
 
 
 def offer_again(func: Callable, args: tuple, kwargs: dict[str, Any], out: Tensor) -> None:
@@ -128,8 +178,16 @@ def offer_again(func: Callable, args: tuple, kwargs: dict[str, Any], out: Tensor
             offer(out, stored, (BoundCall(inverse, (Tensor, number)), *inverses))
 
 
-def give_up(x: Tensor, outer: tuple[Callable, Callable] | None, why: str = storage_report.EXACT_POLICY) -> None:
-    """Replace the stand-ins in the storage of ``x``, which an op saves unpacked; ``outer``: hooks around the region."""
+def give_up(
+    x: Tensor,
+    outer: tuple[Callable, Callable] | None,
+    why: str = storage_report.EXACT_POLICY,
+    keep: Callable[[Tensor], Saved] | None = None,
+) -> None:
+    """Replace the stand-ins in the storage of ``x``, which an op saves unpacked, or as ``keep`` packs it.
+
+    ``outer``: hooks around the region.
+    """
     if x.is_inference() or x.layout is not torch.strided:
         return
     record = find_record(x)
@@ -137,20 +195,21 @@ def give_up(x: Tensor, outer: tuple[Callable, Callable] | None, why: str = stora
         return
     carried, offered, record.carried, record.offered = record.carried, record.offered, (), ()
     for source in carried:
-        give_up(source, outer, why)
+        give_up(source, outer, why, keep)
     for reference, version, dtype, place, inverses in offered:
         stored = reference()
         if stored is None or version != x._version or dtype is not x.dtype:
             continue
         out = x.detach().as_strided(*place)  # x may be a view of it: all of the storage is kept
-        kept: Saved | None = (out,), AS_IT_IS
+        kept: Saved | None = keep(out) if keep else ((out,), AS_IT_IS)
         for inverse in inverses:
             kept = kept and function_of(inverse, (kept,), out)
         if kept is None:
             continue
         if storage_report.recorders:
             storage_report.withdraw(stored.handles)
-            storage_report.report_saved(kept, why)
+            if not keep:
+                storage_report.report_saved(kept, why)
         stored.fill(kept, outer)
 
 
