@@ -49,7 +49,7 @@ from brevact.autograd.region.settings import BackwardSettings, SaveMode
 from brevact.autograd.saving import storage_report
 from brevact.autograd.saving.saved import Region, Saved, Weight
 from brevact.autograd.saving.storages import is_tracked
-from brevact.autograd.saving.weights import ModelState, is_parameter
+from brevact.autograd.saving.weights import is_parameter
 from brevact.quantizers import Layout, kernel_ops
 from brevact.quantizers.normalizing import NormalizedPlan, has_uniform_codes, plan_of_channels
 
@@ -70,7 +70,7 @@ def _run(region: Region, norm: Norm, input: Tensor, weight: Weight, bias: Weight
     if type(norm) is BatchNorm and requires_grad(input, weight) and settings.for_normalized is None:
         norm.packing = _plan_of_call(settings, norm, input, weight, bias)
     out: Tensor = region.apply(Formula, functools.partial(_save, region, norm), None, input, weight, bias)
-    ModelState.mark_activation(out)
+    region.mark(out, is_weight=False)
     return out
 
 
