@@ -389,8 +389,3 @@ class Region:
             if x is not None and x.is_inference():
                 return None
         return self.hooks
-
-    def apply_to_weight(self, function: type[Any], *args: Any) -> Any:
-        result = self.apply(function, *args)
-        self.state.mark_weight(result, weight=True)
-        return result
