@@ -453,8 +453,8 @@ class SavedTensorHooks:
         region, settings = self._region, self._region.settings
         if not region.packs and not region.has_rules_for_other_code:
             return region, "", None
-        name, label, letter, call = saver_of(x, frame)
-        has_rule = name in region.by_op
+        name, letter, call = saver_of(x, frame)
+        label, has_rule = name.rpartition(".")[2], name in region.by_op
         if storage_report.recorders and (region.packs or has_rule):
             storage_report.report_code(label)
         if has_rule:
