@@ -140,19 +140,20 @@ def carry_logs(func: Callable, args: tuple, kwargs: dict, tensors: list[Tensor],
     name = func.__name__
     if name in _LOGARITHMS:
         note_logs(out, Logs(like_of(out)))
-    pairs = [(x, logs) for x in tensors if x is not out and (logs := find_logs(x))] if adds or name in _MOVES else []
+    tensors, indices = (tensors, []) if adds else (tensors[: name in _MOVES], tensors[1:])
+    pairs = [(x, logs) for x in tensors if x is not out and (logs := find_logs(x))]
     if not pairs:
         return
     (x, logs), *others = pairs
     found: Logs | None = None
-    if name in _DIFFERENCES and logs.source and logs.source == source_of(tensors[0]):
+    if name in _DIFFERENCES and not kwargs and logs.source and logs.source == source_of(tensors[0]):
         found = Logs(like_of(out), logs.dim, logs.kept, logs.readers)
     elif others or logs.kept is None or logs.source:
         found = Logs(like_of(out))
     elif not adds:
         size, inner = x.shape[logs.dim], x.shape[logs.dim + 1 :].numel()
         dims = [d for d, each in enumerate(out.shape) if each == size and out.shape[d + 1 :].numel() == inner]
-        found = _moved(logs, dims, bound_call(func, args, kwargs), tensors[1:], out)
+        found = _moved(logs, dims, bound_call(func, args, kwargs), indices, out)
     elif out.shape == x.shape:
         found = logs._replace(like=like_of(out), logs=x.detach() if logs.logs is None else logs.logs)
     if found is not None:
