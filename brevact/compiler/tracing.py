@@ -19,6 +19,7 @@ from brevact.compiler import FULL_PRECISION, MARK, marks
 from brevact.compiler.marks import F
 from brevact.compiler.results import watch_graph
 from brevact.private_names.of_torch import (
+    GET_ATTRIBUTE,
     FrozenDataClassVariable,
     FunctionModeVariable,
     MethodVariable,
@@ -52,14 +53,18 @@ def _marking(tx: Any, text: str | None, packs: bool = True) -> Iterator[None]:
         yield
 
 
+def _attribute(tx: Any, variable: Any, name: str) -> Any:
+    return getattr(variable, GET_ATTRIBUTE)(tx, name)
+
+
 def _read(tx: Any, variable: Any, name: str) -> Any:
     """The value of an attribute, which Dynamo then guards."""
-    return variable.var_getattr(tx, name).as_python_constant()
+    return _attribute(tx, variable, name).as_python_constant()
 
 
 def _text_of(tx: Any, owner: Any) -> str | None:
     """The text of the settings of a hook or a block."""
-    settings = owner.var_getattr(tx, "settings").realize()
+    settings = _attribute(tx, owner, "settings").realize()
     is_none = settings.is_python_constant() and settings.as_python_constant() is None
     return FULL_PRECISION if is_none else _read(tx, settings, "text")
 
@@ -90,14 +95,14 @@ def _has_our_hooks_alone(tx: Any, module: Any) -> bool:
     if not hooks or not all(getattr(type(hook), "is_of_region", False) for hook in hooks):
         return False
     others = [(module, name) for name in _OTHER_HOOKS] + [(tx.nn_modules_globals_vt, name) for name in _GLOBAL_HOOKS]
-    return not any([owner.var_getattr(tx, name).realize().len() for owner, name in others])
+    return not any([_attribute(tx, owner, name).realize().len() for owner, name in others])
 
 
 def _read_hooks(tx: Any, module: Any) -> list[Any]:
     """The hooks that run before a module; Dynamo then guards them and those that run after it."""
     before, _ = (
         [each.realize() for each in hooks.call_method(tx, "values", [], {}).unpack_var_sequence(tx)]
-        for hooks in (module.var_getattr(tx, name).realize() for name in _HOOKS)
+        for hooks in (_attribute(tx, module, name).realize() for name in _HOOKS)
     )
     return before
 
@@ -134,13 +139,13 @@ def traced_as(run: Callable[..., Any]) -> Callable[[F], F]:
 
 
 def _call_module(tx: Any, method: Any, args: Any, kwargs: Any) -> Any:
-    module = method.obj
+    (module,) = method.self_args()
     if not _has_our_hooks_alone(tx, module):
         return _call_method(method, tx, args, kwargs)
     with ExitStack() as stack:
         for hook in _read_hooks(tx, module):
             stack.enter_context(_region_of(tx, module, hook))
-        return module.var_getattr(tx, "forward").call_function(tx, args, kwargs)
+        return _attribute(tx, module, "forward").call_function(tx, args, kwargs)
 
 
 def _enter(tx: Any, region: AbstractContextManager[None]) -> Any:
@@ -152,11 +157,11 @@ def _enter(tx: Any, region: AbstractContextManager[None]) -> Any:
 
 
 def enter_module(tx: Any, method: Any, args: Any, kwargs: Any) -> Any:
-    return _enter(tx, _region_of(tx, args[0], method.obj))
+    return _enter(tx, _region_of(tx, args[0], *method.self_args()))
 
 
 def enter_block(tx: Any, method: Any, args: Any, kwargs: Any) -> Any:
-    return _enter(tx, _marking(tx, _text_of(tx, method.obj), _around(tx) != marks.PLAIN))
+    return _enter(tx, _marking(tx, _text_of(tx, *method.self_args()), _around(tx) != marks.PLAIN))
 
 
 def leave(tx: Any, *others: Any) -> Any:

@@ -185,6 +185,8 @@ annotate = find(
 )  #: Context in which nodes that are traced get entries of `meta["custom"]`.
 #: Dynamo's classes of variables: of any, of frozen dataclasses, methods and modes.
 VariableTracker = find("torch._dynamo.variables.base.VariableTracker")
+#: Name of the method that reads an attribute: PyTorch 2.15 has renamed it.
+GET_ATTRIBUTE = "var_getattr" if hasattr(VariableTracker, "var_getattr") else "tp_getattro_impl"
 FrozenDataClassVariable = find("torch._dynamo.variables.user_defined.FrozenDataClassVariable")
 MethodVariable = find("torch._dynamo.variables.functions.UserMethodVariable")
 FunctionModeVariable = find("torch._dynamo.variables.torch_function.TorchFunctionModeVariable")
