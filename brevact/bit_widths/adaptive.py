@@ -51,12 +51,10 @@ class _Redrawn:
         return _like(self, self.plain).quantize(x, moved_seed(seed_value(seed, x.device), _SHIFT))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class _RedrawnUniform(_Redrawn, UniformQuantizer):
     plain = UniformQuantizer
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class _RedrawnSample(_Redrawn, SampleQuantizer):
     plain = SampleQuantizer
 

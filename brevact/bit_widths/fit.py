@@ -483,10 +483,8 @@ class _Fit:
             )
             for chain in self._groups.chains
         )
-        predicted, sizes = (
-            sum(each.noise for each in groups) + self._rest,
-            (memory.saved_bytes, self._groups.plain_bytes),
-        )
+        predicted = sum(each.noise for each in groups) + self._rest
+        sizes = memory.saved_bytes, self._groups.plain_bytes
         report = FitReport(self._budget.text, *sizes, predicted, *noise, *bias, passes=self._passes, groups=groups)
         _log.info(
             "fit, %s: %d of %d bytes, noise %.3g, predicted %.3g",

@@ -66,7 +66,7 @@ def memory_report(
     keeps, each once, except parameters and buffers. A model without a backward quantizer is measured as if after
     ``quantize_backward(model)``. The model, its gradients and random generators are restored bit for bit; a warning
     names parameters above 64 KiB that the forward pass modifies. The plain pass keeps no tensors alive, like inference.
-    If a model does not fit in memory, measure it on the meta device, with a batch there.
+    If a model does not fit in memory, measure it on the meta device, with a batch there, where nothing is compiled.
 
     Tensors that a Function of another library holds as attributes of its context count in full, in rows that say so. An
     input that is saved unpacked counts its own bytes, even if it is a slice of a larger tensor. Tensors that a
@@ -185,7 +185,7 @@ def _measure(
     model: nn.Module, run: Run, names: Names, change: Run = lambda model: None, *, holds: bool = True
 ) -> list[OpMemory]:
     """Apply `change`, measure a pass and restore the model; unless `holds`, saved tensors are freed as in inference."""
-    with in_place(model):
+    with in_place(model), uncompiled(any(x.is_meta for x in model.parameters())):  # which Inductor cannot differentiate
         change(model)
         if not model.training:
             model.train()

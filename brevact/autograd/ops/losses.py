@@ -418,12 +418,10 @@ def _pair_handler(loss: _PairLoss) -> Callable:
                 save(ctx, kept or region.keep(slope, share=False))
                 return out
             kept = (kept or keep_exact(slope)) if x.requires_grad else None
-            if options["log_target"]:  # of a mixture, other gradients of the target cancel that of the factor
-                is_apart = kept is None or kept[1] is not AS_IT_IS
-                of_t = slope * (x - t), (is_apart and keep_factor_of_logs(region, -slope, t)) or keep_exact(-slope)
-            else:
-                of_t = t.log() + t / t - x, None
-            save(ctx, kept, keep_exact(of_t[0]), of_t[1])
+            is_log = options["log_target"]  # of a mixture, other gradients of the target cancel that of the factor
+            logs = keep_factor_of_logs(region, -slope, t) if is_log and (not kept or kept[1] is not AS_IT_IS) else None
+            rest = slope * (x - t - int(logs is None)) if is_log else t.log() + t / t - x
+            save(ctx, kept, keep_exact(rest), logs)
             return out
 
         def gradients(needs: Needs, grad: Tensor, kept: Any, *below: Any) -> tuple[Any, ...]:

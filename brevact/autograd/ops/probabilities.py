@@ -48,6 +48,7 @@ from brevact.autograd.ops.op import UNBIASED, Op, Saves, Stored, everywhere
 from brevact.autograd.region.settings import BackwardSettings
 from brevact.autograd.saving.saved import Region, Saved
 from brevact.autograd.saving.stand_ins import Logs, find_logs, like_of, note_logs, source_of
+from brevact.autograd.saving.storages import record_of
 from brevact.autograd.saving.store import keep_exact, keep_places
 from brevact.private_names.of_torch import softmax_backward
 from brevact.quantizers import Rounding, UniformQuantizer
@@ -173,17 +174,16 @@ def keep_factor_of_logs(region: Region, t: Tensor, x: Tensor, *, is_even: bool =
     found, settings = find_logs(x), region.settings
     if found is None or region.is_weight(t) or (t.is_leaf and t.requires_grad):
         return None
-    if found.kept is None or found.source:
+    if found.kept is None:
         return keep_exact(t)  # its errors would be divided by the logarithm's argument
     if t.shape != x.shape or not (settings.derives_curved or (is_even and settings.derives)):
         return None
     t, p = t.detach(), (x if found.logs is None else found.logs).detach().exp()  # float16 may not hold p s
     total, p = t.sum(found.dim, keepdim=True).nan_to_num(0, 0, 0), p.to(torch.promote_types(p.dtype, t.dtype))
     rest = t - p * total
-    if not is_even:
-        of_rest, of_t = (torch.linalg.vector_norm(each, 2, found.dim, keepdim=True) for each in (rest, t))
-        is_near = 2 * of_rest < of_t
-        total, rest = total.where(is_near, 0), rest.where(is_near, t)
+    of_rest, of_t = (torch.linalg.vector_norm(each, 2, found.dim, keepdim=True) for each in (rest, t))
+    is_near = 2 * of_rest < of_t
+    total, rest = total.where(is_near, 0), rest.where(is_near, t)
     finer = with_bits(region, 5) if settings.derives_curved else region  # where t is 1 at one place: 0.19, not 0.3
     kept = finer.keep(rest.to(t.dtype), share=False), keep_exact(total), found.kept
     found.readers.append(True)
@@ -250,9 +250,10 @@ def _logsumexp(region: Region, func: Callable, input: Tensor, dim: Any, keepdim:
         p = (x - of_rows).exp_()
         kept = _keep_probabilities(finer, p, *places) if len(places) == 1 else (finer.keep(p, share=False),)
         save(ctx, *kept)
-        is_of_classes = keepdim and len(places) == 1
-        whole = function_of(_Whole(places[0]), kept, x, is_pointwise=False) if is_of_classes else None
-        note_logs(out, Logs(like_of(out), places[0], whole, readers, source=source_of(x)))
+        note_logs(out, Logs(like_of(out)))
+        if keepdim and len(places) == 1 and (record := record_of(x)) is not None:  # not of the result, which may last
+            whole = function_of(_Whole(places[0]), kept, x, is_pointwise=False)
+            record.less_sum = Logs(like_of(x), places[0], whole, readers, source=(source_of(x), source_of(out)))
         return out
 
     def gradients(needs: tuple[bool, ...], grad: Tensor, *kept: Any) -> tuple[Any, ...]:

@@ -264,21 +264,6 @@ def _is_probability(x: Tensor) -> bool:
     return x.grad_fn is not None and x.grad_fn.name() == "SigmoidBackward0"
 
 
-def _keep_probability(region: Region, p: Tensor) -> Saved:
-    """Save a sigmoid's output above 1/2 by what is left to 1, and a mask: gradients of sure elements are of that size.
-
-    For squares, whose gradient, 2 p, cancels that of linear terms there, as in a Dice loss.
-    """
-    is_above = p.detach() > 0.5
-    kept = region.keep(_turned(p.detach(), is_above), share=False)
-    found = function_of(_turned, (kept, keep_mask(is_above)), p)
-    return kept if found is None else reported(found)
-
-
-def _turned(p: Tensor, is_above: Tensor) -> Tensor:
-    return torch.where(is_above, 1 - p, p)
-
-
 def _output_of_slope(slope: Tensor) -> Tensor:
     return 2 * slope / (1 + (1 - 4 * slope.clamp(max=0.25)).sqrt())
 
@@ -375,11 +360,10 @@ def keep_square(region: Any, func: Callable, input: Any, *exponent: float) -> An
         return out
 
     def run(ctx: Any, x: Tensor) -> Tensor:
-        # Of a product, whose factors' gradients read the square's, the errors must not be those of its factors.
-        if turns:
-            save(ctx, _keep_probability(region, input))
-        else:
-            save(ctx, region.keep(x, share=False) if is_product else keep_by_rows(region, x, (-1,)))
+        # Of a product, whose factors' gradients read the square's, the errors must not be those of its factors. The
+        # gradient of a sure probability cancels that of linear terms, as in a Dice loss.
+        own = with_bits(region, EMBEDDING_BITS) if turns else region
+        save(ctx, own.keep(x, share=False) if turns or is_product else keep_by_rows(region, x, (-1,)))
         return func(x, *exponent)
 
     return region.apply(Formula, run, lambda needs, grad, kept: (kept.multiply(grad).mul_(2.0),), input)

@@ -87,8 +87,8 @@ class Logs(NamedTuple):
     """A logarithm, or a sum of one and constants, of sizes and strides ``like``.
 
     ``kept``: saved form of the probabilities along ``dim``; None for a logarithm of anything else. ``readers``: empty
-    if log-softmax alone reads these. ``logs``: the log-softmax, if it is not the tensor itself. ``source``: what a
-    log-sum-exp is of.
+    if log-softmax alone reads these. ``logs``: the log-softmax, if it is not the tensor itself. ``source``: of a tensor
+    that is one less its log-sum-exp, places of both.
     """
 
     like: tuple[torch.Size, tuple[int, ...]]
@@ -119,20 +119,21 @@ def find_logs(x: Tensor) -> Logs | None:
     found: Logs | None = None if record is None else record.logs
     if found is None or x._version or (found.logs is not None and found.logs._version):
         return None
-    if found.kept is None or found.source or found.like == like_of(x):
+    if found.kept is None or found.like == like_of(x):
         return found
     shape, stride = found.like
-    dims = [d for d in range(x.dim()) if (x.shape[d], x.stride(d)) == (shape[found.dim], stride[found.dim])]
-    return _moved(found, dims, Restrided(stride, x.shape, x.stride(), x.storage_offset()), (), x)
+    move = Restrided(stride, x.shape, x.stride(), int(x.storage_offset()))
+    return _moved(found, (shape[found.dim], stride[found.dim]), move, (), x)
 
 
-def _moved(found: Logs, dims: list[int], move: Any, indices: Sequence[Tensor], x: Tensor) -> Logs | None:
-    """Return log-probabilities moved to the places of ``x``."""
+def _moved(found: Logs, classes: tuple[int, int], move: Any, indices: Sequence[Tensor], x: Tensor) -> Logs | None:
+    """Return log-probabilities moved to the places of ``x``, along a dimension with this size and stride of classes."""
+    dims = [dim for dim, each in enumerate(zip(*like_of(x), strict=True)) if each == classes]
     if len(dims) != 1 or found.kept is None:
         return None
     kept = function_of(move, (found.kept, *map(keep_exact, indices)), x, is_pointwise=False)
     logs = None if found.logs is None else move(found.logs, *indices)
-    return Logs(like_of(x), *dims, kept, found.readers, logs)
+    return Logs(like_of(x), dims[0], kept, found.readers, logs)
 
 
 def carry_logs(func: Callable, args: tuple, kwargs: dict, tensors: list[Tensor], out: Tensor, *, adds: bool) -> None:
@@ -140,19 +141,21 @@ def carry_logs(func: Callable, args: tuple, kwargs: dict, tensors: list[Tensor],
     name = func.__name__
     if name in _LOGARITHMS:
         note_logs(out, Logs(like_of(out)))
-    pairs = [(x, logs) for x in tensors if x is not out and (logs := find_logs(x))] if adds or name in _MOVES else []
+    tensors, indices = (tensors, []) if adds else (tensors[: name in _MOVES], tensors[1:])
+    pairs = [(x, logs) for x in tensors if x is not out and (logs := find_logs(x))]
     if not pairs:
         return
+    first = find_record(tensors[0])
+    of_difference = first.less_sum if first is not None and name in _DIFFERENCES else None
     (x, logs), *others = pairs
     found: Logs | None = None
-    if name in _DIFFERENCES and logs.source and logs.source == source_of(tensors[0]):
-        found = Logs(like_of(out), logs.dim, logs.kept, logs.readers)
-    elif others or logs.kept is None or logs.source:
+    if of_difference is not None and not kwargs and of_difference.source == tuple(map(source_of, tensors)):
+        found = of_difference._replace(like=like_of(out), source=())
+    elif others or logs.kept is None:
         found = Logs(like_of(out))
     elif not adds:
-        size, inner = x.shape[logs.dim], x.shape[logs.dim + 1 :].numel()
-        dims = [d for d, each in enumerate(out.shape) if each == size and out.shape[d + 1 :].numel() == inner]
-        found = _moved(logs, dims, bound_call(func, args, kwargs), tensors[1:], out)
+        classes = x.shape[logs.dim], x.shape[logs.dim + 1 :].numel()
+        found = _moved(logs, classes, bound_call(func, args, kwargs), indices, out)
     elif out.shape == x.shape:
         found = logs._replace(like=like_of(out), logs=x.detach() if logs.logs is None else logs.logs)
     if found is not None:

@@ -52,6 +52,7 @@ class Record:
         saturates: whether the tensor is a saturating output.
         carried: the saturating outputs that the tensor is a function of.
         logs: the log-probabilities that the tensor is a sum of (``stand_ins.Logs``).
+        less_sum: those that the tensor less its log-sum-exp is.
         copied: bytes of the copies that were made of small views.
         is_made: whether integers in the storage were made by a region's op.
         ends: of packed codes, a weak reference to what saves their first bits, and its hooks (``integer_codes``).
@@ -70,6 +71,7 @@ class Record:
     copied, place = 0, -1
     carried: Tensors = ()
     logs: Any = None
+    less_sum: Any = None
 
 
 def find_record(x: Tensor) -> Record | None:
