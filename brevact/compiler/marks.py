@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
@@ -16,17 +16,10 @@ from brevact.private_names.of_torch import (
     dynamo_config,
     function_apply_code,
     get_overridable_functions,
-    skip_code,
+    skipped_by_dynamo,
 )
 
-F = TypeVar("F", bound=Callable[..., Any])
 PLAIN = "plain"  #: In place of settings: nothing enters a region.
-
-
-def skipped_by_dynamo(function: F) -> F:
-    """Let Dynamo skip a function that Python calls, and what it calls, and trace it if traced code calls it."""
-    skip_code(function.__code__)
-    return function
 
 
 def is_compiled_graph(frame: FrameType) -> bool:

@@ -16,16 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from brevact.compiler import FULL_PRECISION, MARK, marks
-from brevact.compiler.marks import F
 from brevact.compiler.results import watch_graph
 from brevact.private_names.of_torch import (
     GET_ATTRIBUTE,
+    F,
     FrozenDataClassVariable,
     FunctionModeVariable,
     MethodVariable,
     VariableTracker,
     annotate,
     fx_traceback,
+    skipped_by_dynamo,
 )
 
 _OUTSIDE = "outside"
@@ -133,7 +134,7 @@ def traced_as(run: Callable[..., Any]) -> Callable[[F], F]:
 
     def register(method: F) -> F:
         _in_place_of[method] = run
-        return marks.skipped_by_dynamo(method)
+        return skipped_by_dynamo(method)
 
     return register
 

@@ -28,7 +28,6 @@ from brevact.autograd.region.module_hooks import (
     takes_hooks,
 )
 from brevact.autograd.region.settings import with_overrides
-from brevact.compiler.marks import skipped_by_dynamo
 from brevact.injectors import backward_settings_from
 from brevact.injectors.proxies import modules_without_own_region, settings_of_slot
 from brevact.injectors.resolve import BackwardQuantizer
@@ -44,7 +43,7 @@ from brevact.policy.rules import (
     source_text,
 )
 from brevact.policy.text import named_policy
-from brevact.private_names.of_torch import has_compiled
+from brevact.private_names.of_torch import has_compiled, skipped_by_dynamo
 from brevact.quantizers import ActivationQuantizer
 from brevact.quantizers.brief import brief
 from brevact.quantizers.traits import is_quantizer

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from torch._ops import HigherOrderOperator as HigherOrderOperator
     from torch.utils._pytree import TreeSpec as TreeSpec
     from torch.utils.weak import WeakTensorKeyDictionary as WeakTensorKeyDictionary
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 # --- the profiler
 
@@ -211,9 +213,10 @@ if not TYPE_CHECKING:
     WeakTensorKeyDictionary = find("torch.utils.weak.WeakTensorKeyDictionary")
 
 
-def skip_code(code: Any) -> None:
-    """Let Dynamo run code, and functions that it calls, as they are."""
-    _set_strategy(code, _skips)
+def skipped_by_dynamo(function: F) -> F:
+    """Let Dynamo skip a function that Python calls, and what it calls, and trace it if traced code calls it."""
+    _set_strategy(function.__code__, _skips)
+    return function
 
 
 def has_compiled() -> bool:

@@ -33,6 +33,7 @@ from brevact.private_names.of_torch import (
     is_torch_function_on,
     pop_hooks,
     push_hooks,
+    skipped_by_dynamo,
     top_hooks,
 )
 
@@ -42,7 +43,7 @@ _is_grad_enabled = torch.is_grad_enabled
 class EagerMode(marks.RegionMode):
     """Hands torch functions to their counterparts; runs the others and marks which results are activations."""
 
-    @marks.skipped_by_dynamo
+    @skipped_by_dynamo
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         row = ROWS.get(func)

@@ -71,13 +71,8 @@ def is_alive(frame: FrameType | None) -> bool:
 
 
 def packing_region() -> Any:
-    """Return the caller's region, if its Functions save packed tensors; None in a traced graph."""
-    if (
-        torch.compiler.is_dynamo_compiling()
-        or not active.regions
-        or not torch.is_grad_enabled()
-        or frame_callback() is not None
-    ):
+    """Return the caller's region, if its Functions save packed tensors."""
+    if not active.regions or not torch.is_grad_enabled() or frame_callback() is not None:
         return None
     region = active.regions[-1]
     if not region.packs or region.settings.double_backward:

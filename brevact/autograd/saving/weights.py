@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from brevact.autograd.call_arguments import tensors_of_call
 from brevact.autograd.saving.storages import referent, storage_address
-from brevact.private_names.of_torch import COMPILED, BackwardCFunction, global_forward_pre_hooks, skip_code
+from brevact.private_names.of_torch import COMPILED, BackwardCFunction, global_forward_pre_hooks, skipped_by_dynamo
 
 #: Metadata key of a graph node whose op was seen: number of elements of the weight it made, 0 for an activation.
 WEIGHT_NUMEL = "brevact.weight_numel"
@@ -142,13 +142,13 @@ class _Watchers:
                 global_forward_pre_hooks.pop(self._key, None)
 
 
+@skipped_by_dynamo
 def _tell_watchers(module: nn.Module, args: Any) -> None:
     if not torch.compiler.is_dynamo_compiling():
         for state in _watchers.of_thread.states:
             state.see(module)
 
 
-skip_code(_tell_watchers.__code__)  # Dynamo runs it uncompiled, unless it inlines it
 _watchers = _Watchers()
 
 
