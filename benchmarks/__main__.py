@@ -49,6 +49,7 @@ _RESIDUALS = "LosslessBackward:residual_bit_width=2"
 _EVERY = (f"{CHECKPOINT}:2+DEFAULT", f"{CHECKPOINT}:4+DEFAULT")
 _COMPARED = ("EfficientNetV2-S", "ResNet-50", "ViT-S", "3-D U-Net")
 _LARGE = tuple(name for name in GROUPS["large"] if name not in _COMPARED)
+_LONGEST = tuple(GROUPS["longest"])
 #: Rows of the pages: models, policies and measures; no model has a policy in two of them.
 PLAN: tuple[tuple[str | tuple[str, ...], tuple[str, ...], str], ...] = (
     (_COMPARED, (PLAIN, CHECKPOINT, "DEFAULT", "RECOMPUTE"), "bytes,peak,time,noise"),
@@ -59,6 +60,8 @@ PLAN: tuple[tuple[str | tuple[str, ...], tuple[str, ...], str], ...] = (
     ("trained", ("DEFAULT", "RECOMPUTE", "L4Backward", *_FORMATS), "bytes,noise"),
     ("domains", (PLAIN, "DEFAULT"), "bytes,time"),
     ("lengths", (PLAIN, CHECKPOINT, "DEFAULT", "RECOMPUTE", *_EVERY), "bytes,peak"),
+    (_LONGEST[:1], (PLAIN,), "peak"),
+    (_LONGEST[1:], ("DEFAULT",), "peak"),
     ("small", (PLAIN, "DEFAULT", "StochBackward2bit"), "bytes,noise"),
     ("images", (PLAIN, "DEFAULT", "StochBackward2bit"), "bytes"),
     ("kernels", (PLAIN, "DEFAULT"), "bytes"),

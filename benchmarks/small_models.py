@@ -59,13 +59,19 @@ _LLAMA = {
     "intermediate_size": 704,
     "vocab_size": 512,
 }
-#: A Llama on sequences of some lengths.
-LENGTHS: dict[str, Model] = {
-    f"Llama 8x256, {length:,} tokens": of_transformers(
-        "LlamaForCausalLM", "LlamaConfig", partial(sequence, length), **_LLAMA, **_ENDS
+
+
+def _llama(length: int, **settings: int) -> Model:
+    return of_transformers(
+        "LlamaForCausalLM", "LlamaConfig", partial(sequence, length), **{**_LLAMA, **_ENDS, **settings}
     )
-    for length in (256, 1024, 4096)
-}
+
+
+#: A Llama on sequences of some lengths.
+LENGTHS: dict[str, Model] = {f"Llama 8x256, {length:,} tokens": _llama(length) for length in (256, 1024, 4096)}
+_LARGER = {"hidden_size": 512, "num_hidden_layers": 16, "num_attention_heads": 8, "intermediate_size": 1408}
+#: Sequences that a process of 2 GiB trains on a CPU: plain, and under the default.
+LONGEST: dict[str, Model] = {f"Llama 16x512, {length:,} tokens": _llama(length, **_LARGER) for length in (1664, 13312)}
 TRANSFORMERS: dict[str, Model] = {
     "BERT": of_transformers(
         "BertForMaskedLM", "BertConfig", tokens, vocab_size=200, max_position_embeddings=64, pad_token_id=0, **_BLOCKS

@@ -29,6 +29,9 @@ from scipy.special import gamma, gammainc
 from brevact.quantizers.formats import weibull_levels as layout
 
 Array = np.ndarray
+LARGEST_SHAPE, SMALLEST_SHAPE = 4.0, 0.1
+LARGEST_END = 24.0
+"""Of (M / scale)^k: beyond M lies a share of exp(-24)."""
 
 
 def shapes(count: int) -> Array:
@@ -40,7 +43,7 @@ def shapes(count: int) -> Array:
     Returns:
         (count,) float64, from 4 to 0.1.
     """
-    return np.geomspace(layout.LARGEST_SHAPE, layout.SMALLEST_SHAPE, count)
+    return np.geomspace(LARGEST_SHAPE, SMALLEST_SHAPE, count)
 
 
 def square_ratio(k: Array) -> Array:
@@ -61,7 +64,7 @@ def ends(k: Array, count: int) -> Array:
         (K, count) float64.
     """
     first = (square_ratio(k) * gamma(1 + 1 / k)) ** k
-    return np.geomspace(first, layout.LARGEST_END, count, axis=-1) ** (1 / k[:, None])
+    return np.geomspace(first, LARGEST_END, count, axis=-1) ** (1 / k[:, None])
 
 
 def survival(x: Array, k: Array) -> Array:

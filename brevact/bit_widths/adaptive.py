@@ -32,8 +32,8 @@ from brevact.quantizers import Granularity, PackedActivation, Rounding, SampleQu
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_int, check_number
 from brevact.quantizers.reference import moved_seed, seed_value
-from brevact.reports.gradient_noise import Loss, check_loss, gradients, squared_distance, training_eagerly
-from brevact.reports.in_place import ModelBefore, in_place
+from brevact.reports.gradient_noise import Loss, check_loss, gradients, squared_distance, training
+from brevact.reports.in_place import ModelBefore, in_place, uncompiled
 from brevact.reports.memory import memory_of, stored_ops
 from brevact.reports.memory_table import OpMemory
 from brevact.reports.step import StepLoss
@@ -51,12 +51,10 @@ class _Redrawn:
         return _like(self, self.plain).quantize(x, moved_seed(seed_value(seed, x.device), _SHIFT))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class _RedrawnUniform(_Redrawn, UniformQuantizer):
     plain = UniformQuantizer
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class _RedrawnSample(_Redrawn, SampleQuantizer):
     plain = SampleQuantizer
 
@@ -282,7 +280,7 @@ class Adaptive:
             return self._loss(model, batch)
 
         stored = {}  # how each op saves its tensors if all layers have one width
-        with in_place(self._model):
+        with in_place(self._model), uncompiled():
             for width in BIT_WIDTHS:
                 self._layers.set(dict.fromkeys(self._layers.base, width))
                 stored[width] = stored_ops(self._model, run)
@@ -426,7 +424,7 @@ class Adaptive:
         model, groups, of_layers, found = self._model, self._groups, self.bit_widths, []
         arguments = model, batch, self._loss, self._steps, self._steps
         try:
-            with in_place(model), training_eagerly(model):
+            with in_place(model), uncompiled(), training(model):
                 first = gradients(*arguments)
                 for source, width in self._widths.items():
                     members = {source, *(name for name, sources in groups.sources_of.items() if sources == [source])}

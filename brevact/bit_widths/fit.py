@@ -44,9 +44,9 @@ from brevact.reports.gradient_noise import (
     gradient_noise,
     gradients,
     squared_norm,
-    training_eagerly,
+    training,
 )
-from brevact.reports.in_place import in_place
+from brevact.reports.in_place import in_place, uncompiled
 from brevact.reports.memory import MemoryOfPass
 from brevact.reports.memory_table import Chain, MemoryReport, chains_of
 from brevact.reports.step import StepLoss, step_report
@@ -319,7 +319,7 @@ def fit(
     loss = StepLoss(loss)
     effort = _QUICK if quick else _THOROUGH
     batches = batches[: effort.batches]
-    with progress_bar("fit", None, progress) as on_pass, in_place(model):
+    with progress_bar("fit", None, progress) as on_pass, in_place(model), uncompiled():
         exact = exact_gradients(model, batches, loss, on_pass)
         memory = MemoryOfPass(model, lambda measured: loss(measured, batches[0]))
         times: Mapping[int, float] = {0: 0.0}
@@ -426,7 +426,7 @@ class _Fit:
         """Return the gradients' mean squared error in units of minibatch noise, with other chains at 8 bits."""
         quantizers = self._groups.quantizers({**dict.fromkeys(self._groups.costs, _MOST), **widths})
         errors = []
-        with training_eagerly(self._model), storing(self._model, quantizers):
+        with training(self._model), storing(self._model, quantizers):
             for index, batch in enumerate(self._batches[: self._effort.alone]):
                 found = gradients(self._model, batch, self._loss, self._exact.seed + index, index)
                 exact = self._exact.of_batches[index]
@@ -483,10 +483,8 @@ class _Fit:
             )
             for chain in self._groups.chains
         )
-        predicted, sizes = (
-            sum(each.noise for each in groups) + self._rest,
-            (memory.saved_bytes, self._groups.plain_bytes),
-        )
+        predicted = sum(each.noise for each in groups) + self._rest
+        sizes = memory.saved_bytes, self._groups.plain_bytes
         report = FitReport(self._budget.text, *sizes, predicted, *noise, *bias, passes=self._passes, groups=groups)
         _log.info(
             "fit, %s: %d of %d bytes, noise %.3g, predicted %.3g",

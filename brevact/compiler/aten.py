@@ -24,7 +24,6 @@ aten, prims = torch.ops.aten, torch.ops.prims
 class Use(enum.IntEnum):
     """Use of an argument; the larger of two is the stricter."""
 
-    NONE = 0  # sizes alone
     LINEAR = 1
     AVERAGED = 2  # quadratic by a sum over many elements, as a norm's gradient in its input
     SMOOTH = 3
@@ -39,7 +38,7 @@ def _packets(namespace: Any, names: str) -> frozenset[Any]:
 #: Views, and copies in another memory order.
 MOVES = _packets(
     aten,
-    "view _unsafe_view reshape permute transpose t squeeze unsqueeze alias detach clone slice select split "
+    "view _unsafe_view permute transpose t squeeze unsqueeze alias detach clone slice select split "
     "split_with_sizes unbind",
 )
 ALIASES = _packets(aten, "alias detach")
@@ -53,7 +52,7 @@ ADDITIVE = (
     | _packets(
         aten,
         "expand cat stack copy flip roll repeat diagonal diag_embed unfold block_diag fill "
-        "view_as_real view_as_complex _conj _conj_physical _neg_view real imag complex "
+        "view_as_real view_as_complex _conj _conj_physical _neg_view complex "
         "neg add sub rsub sum mean cumsum tril triu _fft_r2c _fft_c2r _fft_c2c "
         "constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d replication_pad2d replication_pad3d "
         "avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d "
@@ -69,7 +68,7 @@ ADDITIVE = (
     )
 )
 #: Products of matrices: a function of them is one of many rounded values.
-MATRIX_PRODUCTS = _packets(aten, "mm bmm addmm baddbmm addbmm mv addmv convolution _grouped_mm linear matmul")
+MATRIX_PRODUCTS = _packets(aten, "mm bmm addmm baddbmm addbmm mv addmv convolution _grouped_mm")
 #: Products: linear in each argument, quadratic in a tensor that several arguments depend on.
 PRODUCTS = (
     MATRIX_PRODUCTS
@@ -188,7 +187,7 @@ _CHEAP = _packets(
     aten,
     "neg add sub rsub mul sigmoid tanh erf where masked_fill relu clamp_min clamp_max silu gelu addcmul bitwise_or "
     "bitwise_and logical_or logical_and logical_not clone view _unsafe_view permute expand squeeze unsqueeze "
-    "reshape alias slice cat embedding index index_select gather exp log1p",
+    "alias slice cat embedding index index_select gather exp log1p",
 ) | _packets(prims, "convert_element_type")
 
 

@@ -136,14 +136,12 @@ class Dependence:
             use = Use.LINEAR if value.is_gradient else _use(node, arg, packet, uses, place)
             linear, smooth, mixed = value.linear, value.smooth, value.mixed
             averaged = linear if _sums_many(node, arg) else value.averaged
-            if value.exp and use >= Use.LINEAR:
+            if value.exp:
                 self._mark(value.exp, Use.EXACT, node, arg)
                 smooth |= value.exp
             if use >= Use.SMOOTH:
                 self._mark(linear | smooth, use, node, arg, mixed)
                 linear, smooth = 0, linear | smooth
-            elif use is Use.NONE:
-                linear = smooth = mixed = 0
             if is_product and place != table.OUTPUT.get(packet):  # dP - rowsum(dO O) is linear in V, as its terms are
                 both = result.all & (linear | smooth)
                 nearly = result.linear & linear & (result.averaged ^ averaged)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from sympy import sympify
 from torch import Tensor, fx, nn
 
 from brevact.autograd.region.rows import row_of
@@ -135,11 +136,15 @@ def packing(graph: fx.GraphModule) -> Iterator[list[Row] | None]:
             )
 
 
-def rows_of(compiler: Callable[..., Any], graph: fx.GraphModule, inputs: Sequence[Any]) -> list[Row]:
-    """Rows of a graph that the compiler had in its cache: it is partitioned again, and not compiled."""
-    with functorch_config.patch(enable_autograd_cache=False), _with(is_planned=True), packing(graph) as rows:
-        compiler(graph, inputs)
-    return rows or []
+def rows_at(compiler: Callable[..., Any], graph: fx.GraphModule, rows: list[Row], inputs: Sequence[Any]) -> list[Row]:
+    """Rows of a graph at inputs of some sizes; one that the compiler had in its cache is partitioned again."""
+    fakes = [node.meta.get("example_value") for node in graph.graph.find_nodes(op="placeholder")]
+    if not rows:
+        with functorch_config.patch(enable_autograd_cache=False), _with(is_planned=True), packing(graph) as found:
+            compiler(graph, fakes)
+        rows += found or []
+    symbols = {fake.node.expr: x for fake, x in zip(fakes, inputs, strict=True) if isinstance(fake, torch.SymInt)}
+    return [Row(*row[:-2], *(int(sympify(size).subs(symbols)) for size in row[-2:])) for row in rows]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
 
-import torch
 from torch.overrides import TorchFunctionMode
 
 from brevact.autograd.region.rows import ROWS
@@ -15,7 +14,6 @@ from brevact.autograd.region.running import NO_ROUNDED_NORMS, active, before_fir
 from brevact.private_names.of_torch import (
     CheckpointHooks,
     dynamo_config,
-    frame_callback,
     function_apply_code,
     get_overridable_functions,
     skip_code,
@@ -26,7 +24,7 @@ PLAIN = "plain"  #: In place of settings: nothing enters a region.
 
 
 def skipped_by_dynamo(function: F) -> F:
-    """Let Dynamo skip a function that Python calls, and trace it if traced code calls it."""
+    """Let Dynamo skip a function that Python calls, and what it calls, and trace it if traced code calls it."""
     skip_code(function.__code__)
     return function
 
@@ -40,17 +38,8 @@ def is_compiled_graph(frame: FrameType) -> bool:
     return frame.f_globals.get("__name__", "").startswith("torch._functorch._aot_autograd.")
 
 
-out_of_dynamo = torch.compiler.disable
 # A policy's hooks tell models of one class apart: without guards on hooks, Dynamo runs the graph of another model.
 dynamo_config.skip_nnmodule_hook_guards = False
-
-
-@skipped_by_dynamo
-def run_outside_dynamo(function: Callable[..., Any], *args: Any) -> None:
-    """Call a function of ours without letting Dynamo compile it."""
-    if frame_callback() is not None:
-        function = out_of_dynamo(function)
-    function(*args)
 
 
 get_overridable_functions().update(ROWS)  # PyTorch's list lacks some that modes see, such as `hardswish`
@@ -64,7 +53,7 @@ def _watch_checkpoints() -> None:
         def run(*args: Any) -> Any:
             result = function(*args)
             if active.regions:
-                run_outside_dynamo(active.regions[-1].describe)
+                active.regions[-1].describe()
             return result
 
         return functools.wraps(function)(run)

@@ -19,7 +19,7 @@ from brevact.compiler import aten as table
 from brevact.compiler.aten import Use, aten, prims
 from brevact.compiler.bits import quantizer_of, settings_for
 from brevact.compiler.joint_graph import JointGraph
-from brevact.compiler.nodes import call_of, closure, nbytes_of, numel_of, packet_of, readers_of, shape_of, value_of
+from brevact.compiler.nodes import call_of, closure, numel_of, packet_of, readers_of, shape_of, value_of
 from brevact.compiler.norms import is_key, statistics_of
 from brevact.compiler.reordering import delay_products, draw_seeds_between_kernels
 from brevact.quantizers import to_text
@@ -45,20 +45,23 @@ _BLOCK = 512
 class Row(NamedTuple):
     """A tensor that a graph saves for backward, or the output of a layer that backward computes again."""
 
-    node: str
     op: str
     module: str
-    shape: tuple[int, ...]
+    shape: tuple[Any, ...]
     use: str
     bits: int
-    plain_bytes: int
-    nbytes: int
+    plain_bytes: Any  # an expression, if sizes are symbols
+    nbytes: Any
 
 
 def _row(node: fx.Node, use: str, bits: int, *stored: fx.Node) -> Row:
     modules = list((node.meta.get("nn_module_stack") or {"": ("", None)}).values())
-    op, nbytes = str(packet_of(call_of(node)) or call_of(node).target), sum(map(nbytes_of, stored))
-    return Row(node.name, op, modules[-1][0], shape_of(node), use, bits, nbytes_of(node), nbytes)
+    op = "input" if node.op == "placeholder" else str(packet_of(call_of(node)) or call_of(node).target)
+    return Row(op, modules[-1][0], shape_of(node), use, bits, _nbytes_of(node), sum(map(_nbytes_of, stored)))
+
+
+def _nbytes_of(node: fx.Node) -> Any:
+    return math.prod(shape_of(node)) * getattr(value_of(node), "itemsize", 0)
 
 
 def pack(joint: JointGraph) -> tuple[list[fx.Node], list[Row]]:
@@ -82,9 +85,10 @@ def pack(joint: JointGraph) -> tuple[list[fx.Node], list[Row]]:
             stored, bits = packer.activation(node, settings, quantizer, is_smooth=is_smooth), bits_of(quantizer)
         elif is_marked and node.op == "placeholder" and joint.signature.channels_last and _is_image(value):
             packer.image(node)
-        kept.update(dict.fromkeys(stored))
         if value is not None and (node.op != "placeholder" or bits):
-            rows.append(_row(node, "" if use is None else use.text, bits, *stored))
+            new = (each for each in stored if each not in kept and each.op != "placeholder")
+            rows.append(_row(node, "" if use is None else use.text, bits, *new))
+        kept.update(dict.fromkeys(stored))
     again = (node for node in nodes if packet_of(node) in table.MATRIX_PRODUCTS and node not in joint.gradients)
     rows += [_row(node, RECOMPUTED, 0) for node in again]
     joint.redirect(nodes, packer.decoded)

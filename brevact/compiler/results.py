@@ -31,17 +31,16 @@ def watch_graph(graph: Any) -> None:
 def _watched(compiler: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(compiler)
     def compile_watched(graph: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
-        from brevact.compiler.graphs import packing, rows_of  # it imports Inductor
+        from brevact.compiler.graphs import packing, rows_at  # it imports Inductor
 
         with packing(graph) as rows:
             run = compiler(graph, inputs, **options)
 
         def run_reported(*values: Any) -> Any:
-            if storage_report.recorders and rows is not None:
-                if not rows:
-                    rows.extend(rows_of(compiler, graph, values))
-                storage_report.report_graph(rows)
-            return run(*values)
+            if not storage_report.recorders or rows is None:
+                return run(*values)
+            with storage_report.running_graph(rows_at(compiler, graph, rows, values), values):
+                return run(*values)
 
         return _in_region(run, run_reported)
 
@@ -58,7 +57,7 @@ def _in_region(graph: Callable[..., Any], run: Callable[..., Any]) -> Callable[.
         region = regions[-1] if regions and is_of_autograd and depth else None
         if region is None or function_stack_at(depth - 1) is not region.mode:  # another mode is above
             return run(*inputs)
-        is_told = bool(storage_report.recorders) or region.has_rules_for_other_code or not region.hooks.are_innermost()
+        is_told = region.has_rules_for_other_code or not region.hooks.are_innermost()
         active.regions = []
         pop_function_mode()
         try:

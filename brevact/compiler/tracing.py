@@ -13,29 +13,23 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from brevact.compiler import FULL_PRECISION, MARK, marks
 from brevact.compiler.marks import F
 from brevact.compiler.results import watch_graph
 from brevact.private_names.of_torch import (
-    DictVariable,
     FrozenDataClassVariable,
     FunctionModeVariable,
     MethodVariable,
-    ModuleVariable,
     VariableTracker,
     annotate,
     fx_traceback,
-    global_backward_hooks,
-    global_backward_pre_hooks,
-    global_forward_hooks,
-    global_forward_pre_hooks,
 )
 
-_GLOBAL_HOOKS = global_forward_pre_hooks, global_forward_hooks, global_backward_pre_hooks, global_backward_hooks
 _OUTSIDE = "outside"
 _HOOKS = "_forward_pre_hooks", "_forward_hooks"
+_GLOBAL_HOOKS = tuple(f"_global_{when}_hooks" for when in ("forward_pre", "forward", "backward_pre", "backward"))
 _OTHER_HOOKS = "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_backward_pre_hooks", "_backward_hooks"
 
 
@@ -91,10 +85,12 @@ def _region_of(tx: Any, module: Any, hook: Any) -> AbstractContextManager[None]:
     return _marking(tx, text, text != around)
 
 
-def _has_our_hooks_alone(module: Any) -> bool:
-    hooks = [hook for name in _HOOKS for hook in getattr(module, name).values()]
-    are_ours = bool(hooks) and all(getattr(type(hook), "is_of_region", False) for hook in hooks)
-    return are_ours and not any((*_GLOBAL_HOOKS, *(getattr(module, name) for name in _OTHER_HOOKS)))
+def _has_our_hooks_alone(tx: Any, module: Any) -> bool:
+    hooks = [hook for name in _HOOKS for hook in getattr(module.value, name).values()]
+    if not hooks or not all(getattr(type(hook), "is_of_region", False) for hook in hooks):
+        return False
+    others = [(module, name) for name in _OTHER_HOOKS] + [(tx.nn_modules_globals_vt, name) for name in _GLOBAL_HOOKS]
+    return not any([owner.var_getattr(tx, name).realize().len() for owner, name in others])
 
 
 def _read_hooks(tx: Any, module: Any) -> list[Any]:
@@ -106,36 +102,6 @@ def _read_hooks(tx: Any, module: Any) -> list[Any]:
     return before
 
 
-def _hide_hooks(module: Any) -> None:
-    """Let Dynamo, when it looks for hooks of a module next, find none."""
-    names = set(_HOOKS)
-
-    def var_getattr(tx: Any, name: str) -> Any:
-        if name not in names:
-            return type(module).var_getattr(module, tx, name)
-        names.remove(name)
-        if not names:
-            del module.var_getattr
-        return DictVariable({})
-
-    module.var_getattr = var_getattr
-
-
-_call_module = ModuleVariable.call_function
-
-
-@functools.wraps(_call_module)
-def _call_module_of_region(module: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    if not _has_our_hooks_alone(module.value):
-        return _call_module(module, tx, args, kwargs)
-    with ExitStack() as stack:
-        for hook in _read_hooks(tx, module):
-            stack.enter_context(_region_of(tx, module, hook))
-        _hide_hooks(module)
-        return _call_module(module, tx, args, kwargs)
-
-
-ModuleVariable.call_function = _call_module_of_region
 _call_mode = FunctionModeVariable.call_torch_function
 
 
@@ -152,13 +118,13 @@ def _call_mode_of_region(mode: Any, tx: Any, fn: Any, types: Any, args: Any, kwa
 
 FunctionModeVariable.call_torch_function = _call_mode_of_region
 
-# --- hooks beside others' and blocks of code: methods of ours that traced code calls
+# --- methods that enter and leave regions, and calls of modules whose hooks do nothing else
 
-_in_place_of: dict[Callable[..., Any], Callable[..., None]] = {}
+_in_place_of: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
-def traced_as(run: Callable[..., None]) -> Callable[[F], F]:
-    """Let Dynamo call a function with its translator and the variables, where traced code calls a method."""
+def traced_as(run: Callable[..., Any]) -> Callable[[F], F]:
+    """Let Dynamo call a function with variables of the owner and the arguments, where traced code calls a method."""
 
     def register(method: F) -> F:
         _in_place_of[method] = run
@@ -167,34 +133,44 @@ def traced_as(run: Callable[..., None]) -> Callable[[F], F]:
     return register
 
 
-def _enter(tx: Any, region: AbstractContextManager[None]) -> None:
+def _call_module(tx: Any, method: Any, args: Any, kwargs: Any) -> Any:
+    module = method.obj
+    if not _has_our_hooks_alone(tx, module):
+        return _call_method(method, tx, args, kwargs)
+    with ExitStack() as stack:
+        for hook in _read_hooks(tx, module):
+            stack.enter_context(_region_of(tx, module, hook))
+        return module.var_getattr(tx, "forward").call_function(tx, args, kwargs)
+
+
+def _enter(tx: Any, region: AbstractContextManager[None]) -> Any:
     stack = ExitStack()
     stack.enter_context(region)
     tx.output.__dict__.setdefault("brevact_stacks", []).append(stack)
     tx.output.add_cleanup_hook(stack.close)
+    return VariableTracker.build(tx, None)
 
 
-def enter_module(tx: Any, hook: Any, module: Any, args: Any) -> None:
-    _enter(tx, _region_of(tx, module, hook))
+def enter_module(tx: Any, method: Any, args: Any, kwargs: Any) -> Any:
+    return _enter(tx, _region_of(tx, args[0], method.obj))
 
 
-def enter_block(tx: Any, block: Any) -> None:
-    _enter(tx, _marking(tx, _text_of(tx, block), _around(tx) != marks.PLAIN))
+def enter_block(tx: Any, method: Any, args: Any, kwargs: Any) -> Any:
+    return _enter(tx, _marking(tx, _text_of(tx, method.obj), _around(tx) != marks.PLAIN))
 
 
-def leave(tx: Any, *args: Any) -> None:
-    tx.output.brevact_stacks.pop().close()
+def leave(tx: Any, *others: Any) -> Any:
+    return VariableTracker.build(tx, tx.output.brevact_stacks.pop().close())
 
 
+_in_place_of[nn.Module._call_impl] = _call_module
 _call_method = MethodVariable.call_function
 
 
 @functools.wraps(_call_method)
 def _call_method_of_region(method: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     run = _in_place_of.get(method.fn)
-    if run is None:
-        return _call_method(method, tx, args, kwargs)
-    return VariableTracker.build(tx, run(tx, method.obj, *args))
+    return _call_method(method, tx, args, kwargs) if run is None else run(tx, method, args, kwargs)
 
 
 MethodVariable.call_function = _call_method_of_region

@@ -292,10 +292,8 @@ def decode_integers_blocks(words_at, start, stop):
         count = min(BLOCK, numel - first)
         if index == start or not single:
             fill_numbers(words, first, count, scales, zero_points)
-        packed, out = (
-            advance(u8_at(load(words, CODES)), first // 8 * bit_width),
-            advance(f32_at(load(words, OUT)), first),
-        )
+        packed = advance(u8_at(load(words, CODES)), first // 8 * bit_width)
+        out = advance(f32_at(load(words, OUT)), first)
         bytes_to_codes(packed, (count + 7) // 8, bit_width, codes)
         for e in range(count):
             code = np.int32(load(codes, e))

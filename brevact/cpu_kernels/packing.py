@@ -160,11 +160,8 @@ def codes_to_bytes(codes, columns, bit_width, out):
 def _join(codes, columns, bit_width, out):
     for k in range(bit_width):
         i = 8 * k // bit_width
-        source, own, right = (
-            advance(codes, i * columns),
-            advance(out, k * columns),
-            np.uint32((8 * k - i * bit_width) & 7),
-        )
+        source, own = advance(codes, i * columns), advance(out, k * columns)
+        right = np.uint32((8 * k - i * bit_width) & 7)
         for j in range(columns):
             store(own, j, np.uint8(np.uint32(load(source, j)) >> right))
         i += 1

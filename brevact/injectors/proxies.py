@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -103,22 +103,17 @@ def modules_without_own_region(module: nn.Module) -> Iterator[tuple[str, nn.Modu
     under their other names, too, and so is the cell that a Brevitas recurrent layer makes in its first forward: a model
     has the same modules before and after.
     """
-    yield from _outside(module, "", _inside_quantizers(module) | _of_classes(module) - {module})
+    left_out = _inside_quantizers(module) | _of_classes(module) - {module}
+    yield from _walk(module, "", lambda each: has_region(each) or each in left_out or not takes_hooks(each))
 
 
-def _outside(module: nn.Module, name: str, left_out: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    if has_region(module) or module in left_out or not takes_hooks(module):
-        return
-    yield name, module
-    for child_name, child in _children(module, name):
-        yield from _outside(child, child_name, left_out)
-
-
-def _children(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    for child_name, child in module._modules.items():
-        is_made_anew = child_name == COMPILED_CELL and isinstance(module, QuantRecurrentLayerMixin)
-        if child is not None and not is_made_anew:
-            yield f"{name}.{child_name}" if name else child_name, child
+def _walk(module: nn.Module, name: str, leaves_out: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
+    if not leaves_out(module):
+        yield name, module
+        for child_name, child in module._modules.items():
+            is_made_anew = child_name == COMPILED_CELL and isinstance(module, QuantRecurrentLayerMixin)
+            if child is not None and not is_made_anew:
+                yield from _walk(child, f"{name}.{child_name}" if name else child_name, leaves_out)
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, str]:
@@ -127,15 +122,9 @@ def names_of(model: nn.Module) -> dict[nn.Module, str]:
     Quantizers inside a Brevitas layer have none: they belong to the layer, also where it refers to their insides.
     """
     found: dict[nn.Module, str] = {}
-    _find_names(model, "", _inside_quantizers(model) - {model}, found)
+    for name, module in _walk(model, "", (_inside_quantizers(model) - {model}).__contains__):
+        found.setdefault(module, name)
     return found
-
-
-def _find_names(module: nn.Module, name: str, left_out: set[nn.Module], found: dict[nn.Module, str]) -> None:
-    if module not in left_out and module not in found:
-        found[module] = name
-        for child_name, child in _children(module, name):
-            _find_names(child, child_name, left_out, found)
 
 
 def _of_classes(model: nn.Module) -> set[nn.Module]:

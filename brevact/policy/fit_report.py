@@ -111,9 +111,6 @@ class FitReport:
 
     @classmethod
     def from_plain(cls, plain: Any) -> FitReport:
-        if isinstance(plain, dict):  # earlier files have fields that reports no longer have
-            former = ("predicted_time", "predicted_peak", "peak", "plain_peak")
-            plain = {name: value for name, value in plain.items() if name not in former}
         try:
             return cls(**{**plain, "groups": tuple(FittedGroup(**each) for each in plain["groups"])})
         except (TypeError, KeyError) as error:

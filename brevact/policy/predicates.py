@@ -67,7 +67,7 @@ def _followed(function: types.FunctionType, names: set[str], owner: type) -> Ite
     """Yield the functions that a function may call by these names: torch's public ones, and all others' functions."""
     found = [each for name in names if name in function.__globals__ for each in _functions(function.__globals__[name])]
     found += [method for name in names for method in _methods(owner, name)]
-    found += [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    found += [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
     for each in map(_inner, found):
         is_own = str(getattr(each, "__module__", "")).partition(".")[0] != "torch"
         if is_torch_function(each) or is_own:
@@ -114,14 +114,6 @@ def _names_in_code(code: types.CodeType | None) -> set[str]:
 
 def _bare(name: str) -> str:
     return name.rstrip("_")
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
 
 
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

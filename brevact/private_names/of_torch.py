@@ -183,14 +183,13 @@ fx_traceback = find("torch.fx.traceback")
 annotate = find(
     "torch.fx.traceback.annotate"
 )  #: Context in which nodes that are traced get entries of `meta["custom"]`.
-#: Dynamo's classes of variables: of any, of dictionaries, frozen dataclasses, methods, modules and modes.
+#: Dynamo's classes of variables: of any, of frozen dataclasses, methods and modes.
 VariableTracker = find("torch._dynamo.variables.base.VariableTracker")
-DictVariable = find("torch._dynamo.variables.dicts.ConstDictVariable")
 FrozenDataClassVariable = find("torch._dynamo.variables.user_defined.FrozenDataClassVariable")
 MethodVariable = find("torch._dynamo.variables.functions.UserMethodVariable")
-ModuleVariable = find("torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable")
 FunctionModeVariable = find("torch._dynamo.variables.torch_function.TorchFunctionModeVariable")
-skip_code = find("torch._dynamo.eval_frame.skip_code")
+_set_strategy = find("torch._dynamo.eval_frame.set_code_exec_strategy")
+_skips = find("torch._dynamo.types.FrameExecStrategy")(*2 * (find("torch._dynamo.types.FrameAction.SKIP"),))
 get_overridable_functions = find("torch._dynamo.variables.torch.get_overridable_functions")
 #: Prefix of the modules where torch.compile makes the functions that run its graphs.
 COMPILED = "torch._functorch."
@@ -208,6 +207,11 @@ nn_pad = find("torch._C._nn.pad")
 if not TYPE_CHECKING:
     HigherOrderOperator = find("torch._ops.HigherOrderOperator")
     WeakTensorKeyDictionary = find("torch.utils.weak.WeakTensorKeyDictionary")
+
+
+def skip_code(code: Any) -> None:
+    """Let Dynamo run code, and functions that it calls, as they are."""
+    _set_strategy(code, _skips)
 
 
 def has_compiled() -> bool:

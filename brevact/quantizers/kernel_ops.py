@@ -166,10 +166,8 @@ def _uneven_positions(flat: Tensor, plan: UniformPlan, minimum: Tensor, scale: T
     for start, stop in ((0, whole), (whole, flat.numel())):
         if start == stop:
             continue
-        groups, x = (
-            slice(start // inner, -(-stop // inner)),
-            flat[start:stop].view(-1, min(inner, stop - start)).float(),
-        )
+        groups = slice(start // inner, -(-stop // inner))
+        x = flat[start:stop].view(-1, min(inner, stop - start)).float()
         takes, (own_minimum, own_scale, is_far) = uneven.is_uneven(x), uneven.fit(x, bit_width)
         own_steps = uneven.positions(x, own_minimum, own_scale, is_far, bit_width)
         steps[start:stop] = torch.where(takes[:, None], own_steps, -1.0).flatten()

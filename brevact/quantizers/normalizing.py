@@ -208,16 +208,6 @@ def plan_of_channels(quantizer: Any, layout: Layout) -> NormalizedPlan | None:
     return None if found is None or found.order is not None else found
 
 
-def groups_of(layout: Layout, mean: Tensor | None, scale: Tensor) -> Groups | None:
-    """Statistics of the elements of a dense tensor, if their order is one that kernels know."""
-    is_known = layout.is_dense and layout.numel > 0 and scale.dtype is not torch.float64
-    found = find_place(layout, tuple(scale.shape)) if is_known else None
-    if found is None:
-        return None
-    place, order = found
-    return None if mean is None else _in_order(mean, layout, order), _in_order(scale, layout, order), place
-
-
 def reciprocal_of(invstd: Tensor) -> Tensor:
     """Deviations of inverse ones: NaN of NaN, and 0 of an infinite deviation, whose elements are 0 when normalized."""
     return invstd.reciprocal().nan_to_num_(nan=float("nan"), posinf=0.0)

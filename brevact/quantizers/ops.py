@@ -16,7 +16,7 @@ from torch import Tensor
 
 from brevact.geometry import DEFAULT_BLOCK, packed_bytes
 from brevact.quantizers import bits, normalizing
-from brevact.quantizers.layout import Layout, layout_of
+from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedActivation, PackedSpec
 from brevact.quantizers.text_form import from_text
 
@@ -32,15 +32,11 @@ def _op(schema: str, implementation: Callable[..., Tensor], *, fake: Callable[..
 
 
 def _packed(packed: Tensor, quantizer: str, *layout: Any) -> PackedActivation:
-    return PackedActivation(PackedSpec.of(from_text(quantizer), _layout(*layout)), packed)
-
-
-def _layout(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype = torch.bool) -> Layout:
-    return layout_of(tuple(size), tuple(stride), dtype)
+    return PackedActivation(PackedSpec.of(from_text(quantizer), Layout.of_sizes(*layout)), packed)
 
 
 def _as_traced(x: Tensor, stride: Sequence[int]) -> Tensor:
-    layout = _layout(x.shape, stride, x.dtype)
+    layout = Layout.of_sizes(x.shape, stride, x.dtype)
     if x.stride() == layout.stride or layout.matches(x) or layout.numel == 0:
         return x
     distinct = x[tuple(slice(None) if dim in layout.dims else slice(1) for dim in range(x.dim()))]
@@ -97,7 +93,7 @@ _op(  # of bool, or of bytes 0 and 1
 )
 _op(
     "unpack_mask(Tensor packed, SymInt[] size, SymInt[] stride, ScalarType dtype)",
-    lambda packed, size, stride, dtype: bits.unpack_mask(packed, _layout(size, stride)).view(dtype),
+    lambda packed, size, stride, dtype: bits.unpack_mask(packed, Layout.of_sizes(size, stride, torch.bool)).view(dtype),
     fake=_restored,
 )
 _op(

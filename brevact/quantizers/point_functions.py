@@ -14,7 +14,7 @@ from brevact.private_names.of_torch import is_functorch_tensor
 from brevact.quantizers import kernel_ops
 from brevact.quantizers.formats.uniform import plan_of
 from brevact.quantizers.layout import Layout
-from brevact.quantizers.normalizing import FUSED, NormalizedPlan, decode_affine, groups_of, has_uniform_codes
+from brevact.quantizers.normalizing import FUSED, NormalizedPlan, decode_affine, has_uniform_codes, plan_of_statistics
 from brevact.quantizers.packed import PackedActivation, PackedSpec
 
 #: Means and factors of groups, and which is whose; None where there is no affine map.
@@ -59,7 +59,9 @@ def decode_through(
     if not (has_uniform_codes(packed.spec.quantizer) and layout.dtype in FUSED and dtype in FUSED):
         groups = None
     elif scale is not None or shift is not None:
-        groups = groups_of(layout, shift, torch.ones_like(shift) if scale is None else scale)  # type: ignore[arg-type]
+        factor = torch.ones_like(shift) if scale is None else scale  # type: ignore[arg-type]
+        plan = plan_of_statistics(packed.spec.quantizer, layout, factor.shape)
+        groups = None if plan is None or factor.dtype is torch.float64 else plan.groups(shift, factor)
     return _apply(function, packed.spec, buffer, groups, dtype, decode, grad)
 
 

@@ -21,7 +21,7 @@ from brevact.autograd.region import running
 from brevact.autograd.region.running import nodes_behind
 from brevact.autograd.region.seeds import kept_generators, seeded
 from brevact.quantizers.brief import brief
-from brevact.reports.in_place import ModelBefore, is_compiled, uncompiled
+from brevact.reports.in_place import ModelBefore
 
 #: Gradients in the order of the parameters.
 Gradients = Sequence[Tensor]
@@ -77,7 +77,7 @@ def squared_distance(found: Gradients, other: Gradients) -> float:
 
 
 @contextmanager
-def training_eagerly(model: nn.Module) -> Iterator[None]:
+def training(model: nn.Module) -> Iterator[None]:
     """Run a block that trains a model; torch's generators are restored, and the model by :func:`in_place` around it."""
     if not any(p.requires_grad for p in model.parameters()):
         count = sum(1 for _ in model.parameters())
@@ -85,8 +85,7 @@ def training_eagerly(model: nn.Module) -> Iterator[None]:
             f"model: none of the {count} parameters of {type(model).__name__} requires a gradient, so that "
             "quantization has nothing to change; call model.requires_grad_()"
         )
-    eager = nullcontext() if is_compiled(model) else uncompiled()
-    with eager, kept_generators(), torch.inference_mode(False), torch.enable_grad():
+    with kept_generators(), torch.inference_mode(False), torch.enable_grad():
         if not model.training:
             model.train()
         yield
@@ -194,7 +193,7 @@ def exact_gradients(
 ) -> ExactGradients:
     seed = torch.initial_seed() % _MOST_SEED
     versions = {name: p._version for name, p in model.named_parameters() if not p.is_inference()}
-    with training_eagerly(model):
+    with training(model):
         again = plain_gradients(model, batches[0], loss, seed)
         on_pass()
         found = []
@@ -220,7 +219,7 @@ def saved_on_host(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def plain_gradients(model: nn.Module, batch: Any, loss: Loss, seed: int) -> Gradients:
-    with regions_disabled(is_compiled(model)), saved_on_host(model):
+    with regions_disabled(), saved_on_host(model):
         return gradients(model, batch, loss, seed)
 
 
@@ -243,7 +242,7 @@ def noise_of_batches(
         return gradients(model, batch, loss, seed, quantization)
 
     figures = []
-    with training_eagerly(model):
+    with training(model):
         for index, batch in enumerate(batches):
             seed, first = exact.seeds_of(index)
             drawn = (drawn_at(batch, seed, each) for each in range(first, first + draws))

@@ -7,7 +7,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from brevact.arguments import check_model
-from brevact.autograd import BackwardSettings, attach_region, current_region, detach_region
+from brevact.autograd import BackwardSettings, attach_region, current_region, detach_region, regions_disabled
 from brevact.autograd.region.module_hooks import regions_of, takes_hooks
 from brevact.injectors import BackwardQuantProxy
 from brevact.injectors.proxies import names_of
@@ -38,8 +38,8 @@ from brevact.reports.gradient_noise import (
     in_units,
     noise_of_batches,
 )
-from brevact.reports.in_place import in_place, is_compiled, note_on_compiled
-from brevact.reports.memory import BY_DEFAULT, memory_of, report_of_graphs
+from brevact.reports.in_place import holds_graphs, in_place, uncompiled
+from brevact.reports.memory import OF_GRAPHS, memory_of
 from brevact.reports.memory_table import Chain, chains_of
 from brevact.reports.step import StepLoss
 from brevact.tables import MIB, MOST_BARS, plot_bars, progress_bar, size_text, text_table, write_csv
@@ -56,23 +56,21 @@ def tail_of(x: Tensor) -> float:
 
 
 @contextmanager
-def tails_of_inputs(model: nn.Module) -> Iterator[dict[str, float]]:
-    """Yield a dictionary that gets the tail of each module's first input, if that is of floats, with channels last."""
+def tails_of_inputs(model: nn.Module, run: Any = None) -> Iterator[dict[str, float]]:
+    """Yield a dictionary that gets tails of eager modules' first inputs, if they are of floats, with channels last."""
     names, found = names_of(model), dict[str, float]()
 
     def enter(module: nn.Module, args: Any) -> None:
         x = args[0] if args and module in names else None
-        if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested or x.is_meta:
+        if torch.compiler.is_compiling() or type(x) is not Tensor or x.layout is not torch.strided:
             return
-        if x.is_floating_point() and x.dim() in (2, 3) and x.numel():
+        if x.is_floating_point() and x.dim() in (2, 3) and x.numel() and not (x.is_nested or x.is_meta):
             with DisableTorchFunction(), torch.no_grad():
                 found[names[module]] = max(tail_of(x), found.get(names[module], 0.0))
 
-    handle = register_module_forward_pre_hook(enter)
-    try:
+    hook: Any = nullcontext() if holds_graphs(model, run) else register_module_forward_pre_hook(enter)
+    with hook:
         yield found
-    finally:
-        handle.remove()
 
 
 def note_on(noise_and_tails: Mapping[str, tuple[float, float]]) -> str:
@@ -351,7 +349,7 @@ def gradient_report(
     the noise of the tensors that the layer packs, including their effect in layers that derive from them: measured with
     all other tensors at 8 bits, whose noise is subtracted. If inputs of layers have channels at least 30 times the
     median one (massive activations), a column shows these ratios, and a note the rule that cures their noise. The rows
-    of a compiled model have the tensors of its graphs, without noise.
+    have no noise if the model, modules in it or the loss are compiled.
 
     The model runs in training mode, with the same random numbers from torch (dropout) in all passes of a batch. For B
     batches and L rows, the total takes 1 + B + B draws passes, and the rows (L + 1) B layer_draws more. The gradients
@@ -393,7 +391,7 @@ def gradient_report(
     _check(model, batches, loss, layers)
     check_int("draws", draws, 2)  # for a variance
     check_int("layer_draws", layer_draws, 2)
-    loss = StepLoss(loss)
+    loss, origin = StepLoss(loss), getattr(model, "_orig_mod", model)
     with in_place(model):
         if policy is not None:
             for module in model.modules():
@@ -401,24 +399,21 @@ def gradient_report(
             attach_policy(model, policy)
         batch = without_surroundings(batches[0])
         run = functools.partial(loss, batch=batch)
-        graphs = report_of_graphs(model, run) if is_compiled(model) else None
-        graphs = graphs if graphs is not None and graphs.rows else None  # no graph packs
-        with tails_of_inputs(model) as tails:
-            memory = graphs or memory_of(model, run)
-        if memory.note == BY_DEFAULT:
+        with tails_of_inputs(model, run) as tails:
+            memory = memory_of(model, run, origin)
+        if memory.would_save:
             attach_policy(model)
-        chains = chains_of(memory)
-        is_measured = layers is not None and bool(chains) and graphs is None
+        chains, is_compiled = chains_of(memory), OF_GRAPHS in memory.note
+        is_measured = layers is not None and bool(chains) and not is_compiled
         passes = 1 + len(batches) * (1 + draws) + is_measured * (len(chains) + 1) * len(batches) * layer_draws
-        with progress_bar("gradient_report", passes, progress) as on_pass:
-            exact = exact_gradients(model, batches, loss, on_pass)
+        with uncompiled(not is_compiled), progress_bar("gradient_report", passes, progress) as on_pass:
+            with regions_disabled(is_compiled):
+                exact = exact_gradients(model, batches, loss, on_pass)
             whole = gradient_noise(model, batches, loss, exact, draws, on_pass)
             of_layer = functools.partial(noise_of_batches, model, batches, loss, exact, layer_draws, on_pass)
-            figures, notes = _of_chains(model, chains, of_layer, exact.unit) if is_measured else ({}, [])
-        notes = [*notes, note_on_compiled(model)] if graphs is None else [_OF_GRAPHS]
-        if graphs is not None:
-            model = getattr(model, "_orig_mod", model)
-        kinds = {name: type(module).__name__ for module, name in names_of(model).items()}
+            figures, notes = _of_chains(origin, chains, of_layer, exact.unit) if is_measured else ({}, [])
+        notes += [_OF_GRAPHS] if is_compiled else []
+        kinds = {name: type(module).__name__ for module, name in names_of(origin).items()}
         rows = []
         for chain in chains:
             noise, bias = figures.get(chain.source, (UNKNOWN, UNKNOWN))
@@ -461,10 +456,7 @@ def _of_chains(
     return found, [note] if left else []
 
 
-_OF_GRAPHS = (
-    "The rows are tensors of compiled graphs, whose noise is measured in the total only; pass the model before "
-    "torch.compile for the noise of each layer."
-)
+_OF_GRAPHS = "Noise of compiled graphs is in the total alone: pass the model before torch.compile for that of layers."
 
 
 def _check(model: Any, batches: Any, loss: Any, layers: Any) -> None:

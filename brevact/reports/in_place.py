@@ -11,7 +11,7 @@ import random
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -37,16 +37,20 @@ def in_place(model: nn.Module) -> Iterator[None]:
 
     Restores gradients, modes, hooks, regions, the random generators of torch, Python and NumPy, and attributes of
     modules: buffers and other tensors, generators of torch, and the items of lists, dictionaries and sets. In the block
-    no parameter has a gradient, and no parameter hook runs. Parameters and integer tensors above 64 KiB are not copied:
-    a warning names modified ones. Not restored: globals, files, iterators, the state of other objects in attributes, of
-    tensors and containers in containers, sparse buffers, attributes of scripted modules, and writes through ``.data``
-    of a large parameter.
+    no parameter has a gradient, no parameter hook runs, and ``DistributedDataParallel`` exchanges nothing. Parameters
+    and integer tensors above 64 KiB are not copied: a warning names modified ones. Not restored: globals, files,
+    iterators, the state of other objects in attributes, of tensors and containers in containers, sparse buffers,
+    attributes of scripted modules, and writes through ``.data`` of a large parameter.
     """
     _check(model)
     _shard(model)
     state = ModelBefore(model)
     try:
-        with kept_random_state(), torch.inference_mode(False):
+        with kept_random_state(), torch.inference_mode(False), ExitStack() as stack:
+            for module in model.modules():
+                if isinstance(module, nn.parallel.DistributedDataParallel):  # other processes may not take part
+                    stack.enter_context(module.no_sync())
+                    module.require_forward_param_sync = False
             state.hide_gradients()
             yield
     finally:
@@ -66,20 +70,18 @@ def kept_random_state() -> Iterator[None]:
         np.random.set_state(of_numpy)
 
 
-def is_compiled(model: nn.Module) -> bool:
-    """Return whether calls of a model, not only of modules in it, run compiled graphs."""
-    return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
+def holds_graphs(model: nn.Module, run: Any = None) -> bool:
+    """Return whether a module of a model is compiled, or the loss or function that runs it."""
+    while (inner := getattr(run, "func", getattr(run, "loss", None))) is not None:
+        run = inner
+    names = "_torchdynamo_orig_callable", "_compiled_call_impl"
+    return any(getattr(part, name, None) is not None for part in (run, *model.modules()) for name in names)
 
 
-def note_on_compiled(model: nn.Module) -> str:
-    """Return that compiled modules of a model were measured uncompiled; "" if it has none."""
-    return "Compiled modules were measured uncompiled." if any(map(is_compiled, model.modules())) else ""
-
-
-def uncompiled() -> AbstractContextManager[Any]:
-    """Return a context that runs compiled code eagerly, since hooks cannot see inside a compiled graph."""
+def uncompiled(is_eager: bool = True) -> AbstractContextManager[Any]:
+    """Return a context that runs compiled code eagerly, unless told not to."""
     is_there = "torch._dynamo" in sys.modules  # otherwise nothing is compiled, and the import takes seconds
-    return torch.compiler.set_stance("force_eager") if is_there else nullcontext()
+    return torch.compiler.set_stance("force_eager") if is_there and is_eager else nullcontext()
 
 
 def _shard(model: nn.Module) -> None:
@@ -93,11 +95,8 @@ def _shard(model: nn.Module) -> None:
 def _check(model: nn.Module) -> None:
     if any(is_lazy(x) for x in (*model.parameters(), *model.buffers())):
         raise ValueError("model: some lazy modules have no parameters yet; call the model on a batch first")
-    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        raise ValueError(
-            f"model: a {type(model).__name__} sums gradients over processes or devices; accepted is the module that it "
-            "wraps: model.module"
-        )
+    if isinstance(model, nn.DataParallel):
+        raise ValueError("model: a DataParallel runs on several devices; accepted is what it wraps: model.module")
 
 
 class ModelBefore:

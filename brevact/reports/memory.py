@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import re
+import sys
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook
 
 from brevact.arguments import check_model
 from brevact.autograd import region, regions_disabled
@@ -37,17 +40,20 @@ from brevact.injectors.proxies import names_of
 from brevact.policy.attach import attach_policy
 from brevact.reports.batches import arguments_of, tensors_of, without_surroundings
 from brevact.reports.gradient_noise import Loss, check_loss
-from brevact.reports.in_place import in_place, is_compiled, note_on_compiled, uncompiled
+from brevact.reports.in_place import holds_graphs, in_place, uncompiled
 from brevact.reports.memory_table import LayerMemory, MemoryReport, OpMemory
 from brevact.reports.step import StepLoss
 
 __all__ = ["LayerMemory", "MemoryReport", "OpMemory", "memory_report"]
+Run = Callable[[nn.Module], Any]
+Names = Mapping[nn.Module, str]
 #: Notes of a report.
 BY_DEFAULT = "The model has no backward quantizer: brevact.quantize_backward(model) would store this."
 NOTHING = (
     "Nothing is stored for backward: no parameter and no input requires a gradient, the output requires none "
     "(torch.no_grad or detach in the model), or no op keeps anything but weights."
 )
+OF_GRAPHS = "Plain bytes are those of the uncompiled model."
 NO_LOSS = "The loss is not in this: memory_report(model, batch, loss) measures a step with it."
 
 
@@ -60,13 +66,12 @@ def memory_report(
     keeps, each once, except parameters and buffers. A model without a backward quantizer is measured as if after
     ``quantize_backward(model)``. The model, its gradients and random generators are restored bit for bit; a warning
     names parameters above 64 KiB that the forward pass modifies. The plain pass keeps no tensors alive, like inference.
-    If a model does not fit in memory, measure it on the meta device, with a batch there.
+    If a model does not fit in memory, measure it on the meta device, with a batch there, where nothing is compiled.
 
     Tensors that a Function of another library holds as attributes of its context count in full, in rows that say so. An
     input that is saved unpacked counts its own bytes, even if it is a slice of a larger tensor. Tensors that a
-    checkpointed function recomputes do not count. Of a compiled model, it
-    reports the tensors that its graphs save, with the way backward uses them. Compiled modules inside of a model, and
-    graphs without a policy, are measured uncompiled.
+    checkpointed function recomputes do not count. Compiled models, blocks and losses run compiled: each tensor that
+    their graphs save has a row, with the way backward uses it. Plain bytes are those of the uncompiled model.
 
     >>> import copy, torch, brevact
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
@@ -101,64 +106,60 @@ def memory_report(
     Raises:
         TypeError: ``model`` is not a module; ``batch`` is a data loader, or the model does not accept it; ``loss`` is
             not a function.
-        ValueError: ``model`` has lazy parameters, or wraps several processes or devices.
+        ValueError: ``model`` has lazy parameters, or wraps several devices.
     """
     check_model(model, "memory_report(model, batch)", batch)
+    origin = getattr(model, "_orig_mod", model)
     if loss is not None:
         check_loss(loss)
         batch = without_surroundings(batch)
-        if is_compiled(model) and (found := report_of_graphs(model, lambda measured: loss(measured, batch))).rows:
-            return found
-        found = memory_of(model, lambda measured: StepLoss(loss)(measured, batch))
-        return replace(found, scope=note_on_compiled(model))
+        return memory_of(model, functools.partial(StepLoss(loss), batch=batch), origin)
     args, kwargs = without_surroundings(arguments_of(model, batch))
-    if is_compiled(model) and (found := report_of_graphs(model, lambda measured: measured(*args, **kwargs))).rows:
-        return found
-    found = memory_of(model, lambda measured: measured(*args, **kwargs))
-    return replace(found, scope=f"{NO_LOSS} {note_on_compiled(model)}".strip()) if found.rows else found
+    found = memory_of(model, lambda measured: measured(*args, **kwargs), origin)
+    return replace(found, scope=NO_LOSS) if found.rows else found
 
 
-def memory_of(model: nn.Module, run: Callable[[nn.Module], Any]) -> MemoryReport:
-    return MemoryOfPass(model, run).measured()
+def memory_of(model: nn.Module, run: Run, origin: nn.Module | None = None) -> MemoryReport:
+    return MemoryOfPass(model, run, origin).measured()
 
 
 class MemoryOfPass:
     """Measures a forward pass of a model whose policy changes between measurements; the plain pass is measured once."""
 
-    def __init__(self, model: nn.Module, run: Callable[[nn.Module], Any]) -> None:
-        self._model, self._run = model, run
+    def __init__(self, model: nn.Module, run: Run, origin: nn.Module | None = None) -> None:
+        self._model, self._run, self._names = model, run, names_of(origin or model)
         self._plain: list[OpMemory] | None = None
 
     def measured(self) -> MemoryReport:
         """Measure the pass under the model's current policy, or under the default one if it has none."""
-        model, run, note = self._model, self._run, ""
+        model, run, names, note = self._model, self._run, self._names, ""
         has_regions = any(regions_of(module) for module in model.modules())
-        saved = _measure(model, run) if has_regions else _measured_plain(model, run)
+        saved = _measure(model, run, names) if has_regions else _measured_plain(model, run, names)
         if has_regions or any(op.why not in (NO_QUANTIZER, ON_CONTEXT) for op in saved):
             if self._plain is None:
                 with regions_disabled():
-                    self._plain = _measured_plain(model, run)
-            plain, saved = self._plain, saved if has_regions else _measure(model, run)
+                    self._plain = _measured_plain(model, run, names)
+            plain, saved = self._plain, saved if has_regions else _measure(model, run, names)
         else:
             plain = saved
             try:
-                saved, note = _measure(model, run, attach_policy), BY_DEFAULT
+                saved, note = _measure(model, run, names, attach_policy), BY_DEFAULT
             except (TypeError, RuntimeError) as error:  # NotImplementedError, too
                 note = f"The model has no backward quantizer, and brevact.quantize_backward(model) fails: {error}"
         plain_bytes, saved_bytes = _by_layer(plain), _by_layer(saved)
-        kinds = {name: type(module).__name__ for module, name in names_of(model).items()}
         rows = tuple(
-            LayerMemory(name, kind, plain_bytes[name], saved_bytes[name], _note_of(name, plain, saved))
-            for name, kind in kinds.items()
+            LayerMemory(name, type(module).__name__, plain_bytes[name], saved_bytes[name], _note_of(name, plain, saved))
+            for module, name in names.items()
             if plain_bytes[name] or saved_bytes[name]
         )
-        note = note if rows else NOTHING
-        return MemoryReport(rows, tuple(saved), note, would_save=note == BY_DEFAULT)
+        notes = [note, *([OF_GRAPHS] if any(isinstance(op, _OfGraph) for op in saved) else [])]
+        text = " ".join(filter(None, notes)) if rows else NOTHING
+        return MemoryReport(rows, tuple(saved), text, would_save=bool(rows) and note == BY_DEFAULT)
 
 
-def stored_ops(model: nn.Module, run: Callable[[nn.Module], Any]) -> tuple[OpMemory, ...]:
+def stored_ops(model: nn.Module, run: Run) -> tuple[OpMemory, ...]:
     """Measure how each op saves its tensors, as :func:`memory_of` does, without the plain pass."""
-    return tuple(_measure(model, run))
+    return tuple(_measure(model, run, names_of(model)))
 
 
 def _note_of(layer: str, plain: list[OpMemory], saved: list[OpMemory]) -> str:
@@ -181,33 +182,34 @@ def _by_layer(ops: list[OpMemory]) -> Counter[str]:
 
 
 def _measure(
-    model: nn.Module,
-    run: Callable[[nn.Module], Any],
-    change: Callable[[nn.Module], object] = lambda model: None,
-    *,
-    holds: bool = True,
+    model: nn.Module, run: Run, names: Names, change: Run = lambda model: None, *, holds: bool = True
 ) -> list[OpMemory]:
     """Apply `change`, measure a pass and restore the model; unless `holds`, saved tensors are freed as in inference."""
-    with in_place(model):
+    with in_place(model), uncompiled(any(x.is_meta for x in model.parameters())):  # which Inductor cannot differentiate
         change(model)
         if not model.training:
             model.train()
-        return _measure_as_it_is(model, run, holds)
+        return _measure_as_it_is(model, run, names, holds)
+
+
+class _OfGraph(OpMemory):
+    """A tensor that a compiled graph saves, or the output of a layer that its backward computes again."""
 
 
 class _UnheldError(Exception):
     """A backward pass inside the forward pass needs a tensor that was not kept."""
 
 
-def _measured_plain(model: nn.Module, run: Callable[[nn.Module], Any]) -> list[OpMemory]:
-    """Measure a plain pass, without keeping its saved tensors where possible."""
-    try:
-        return _measure(model, run, holds=False)
-    except _UnheldError:
-        return _measure(model, run)
+def _measured_plain(model: nn.Module, run: Run, names: Names) -> list[OpMemory]:
+    """Measure an uncompiled pass, without keeping its saved tensors where possible."""
+    with uncompiled():
+        try:
+            return _measure(model, run, names, holds=False)
+        except _UnheldError:
+            return _measure(model, run, names)
 
 
-def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any], holds: bool) -> list[OpMemory]:
+def _measure_as_it_is(model: nn.Module, run: Run, names: Names, holds: bool) -> list[OpMemory]:
     weights = {_storage_key(part): part for x in (*model.parameters(), *model.buffers()) for part in parts_of(x)}
     held: dict[int, tuple[Tensor | weakref.ref[torch.UntypedStorage], str]] = {}
     rows = list[tuple[int, OpMemory]]()
@@ -239,9 +241,13 @@ def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any], holds: 
             for part in parts_of(x):
                 pack(part)
             return x
-        place = _storage_key(x)
-        old = recorder.replaced.pop(place, None)
-        if old is not None:
+        place, layer = _storage_key(x), _running(names)
+        old, (graph, inputs) = recorder.replaced.pop(place, None), recorder.graph or ([], {place})
+        rows.extend((0, _row_of_graph(row, layer, names)) for row in graph)
+        graph.clear()
+        if place not in inputs:  # it has one of these rows
+            held.setdefault(place, (x, layer))
+        elif old is not None:
             index = next(index for index, (other, _) in enumerate(rows) if other == old)
             size = 0 if place in held else x.untyped_storage().nbytes()
             rows[index] = place, replace(rows[index][1], saved_bytes=size)
@@ -250,7 +256,7 @@ def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any], holds: 
             nonlocal source
             stored = recorder.stored(x)
             whole = x.untyped_storage().nbytes() if storage_address(x) else bytes_of(x)
-            layer, size = running[-1], 0 if place in held else whole
+            size = 0 if place in held else whole
             how, why = stored.how, stored.why
             if how == DERIVED:
                 is_packed = x.dtype is torch.uint8
@@ -265,16 +271,19 @@ def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any], holds: 
             _, owner = held.setdefault(place, (x, layer))
             layer = owner if how == DERIVED and size else layer  # copies of weights belong to the source
             of = source if how == DERIVED else owner if owner != layer else None
-            row = OpMemory(layer, recorder.op, how, why, stored.tensor_bytes, size, of, stored.bit_width)
+            op = recorder.op if recorder.graph is None else "input"
+            row = OpMemory(layer, op, how, why, stored.tensor_bytes, size, of, stored.bit_width)
             rows.append((place, row))
         return x
 
-    seen = set[Any]()
+    seen, thread = set[Any](), threading.get_ident()
 
-    def note_contexts(layer: str, result: Any) -> None:
+    def note_contexts(result: Any) -> None:
         """Add rows for the tensors that other code's Functions hold as attributes, once per storage."""
+        if torch.compiler.is_compiling() or threading.get_ident() != thread:
+            return
         for name, x in _on_contexts(result, seen):
-            place = _storage_key(x)
+            place, layer = _storage_key(x), _running(names)
             before, _ = held.get(place, (None, ""))
             is_known = before is not None and not (isinstance(before, weakref.ref) and referent(before) is None)
             if place not in weights and not is_known:
@@ -282,17 +291,18 @@ def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any], holds: 
                 size = x.untyped_storage().nbytes()
                 rows.append((place, OpMemory(layer, name, FULL_PRECISION, ON_CONTEXT, x.nbytes, size)))
 
-    with uncompiled(), _running_module(model, note_contexts) as running:
-        with torch.enable_grad(), recording() as recorder, region(None):
-            recorder.hooks = (pack, lambda x: x) if holds else (pack_unheld, unpack_unheld)
-            with measuring_hooks(*recorder.hooks):
-                try:
-                    output = run(model)
-                    note_contexts("", output)
-                finally:
-                    held.clear()  # regions refer to it until garbage collection, and later steps would share it
-                    if is_missed:
-                        raise _UnheldError  # even if the model caught it or raised another
+    leave: Any = nullcontext()
+    if not holds_graphs(model, run):  # which would trace a hook
+        leave = register_module_forward_hook(lambda module, args, output: note_contexts(output))
+    with leave, torch.enable_grad(), recording() as recorder, region(None):
+        recorder.hooks = (pack, lambda x: x) if holds else (pack_unheld, unpack_unheld)
+        with measuring_hooks(*recorder.hooks):
+            try:
+                note_contexts(run(model))
+            finally:
+                held.clear()  # regions refer to it until garbage collection, and later steps would share it
+                if is_missed:
+                    raise _UnheldError  # even if the model caught it or raised another
     return [row for place, row in rows if place not in recorder.withdrawn]
 
 
@@ -312,60 +322,32 @@ def _on_contexts(result: Any, seen: set[Any]) -> Iterator[tuple[str, Tensor]]:
                         yield function.__name__, part
 
 
-@contextmanager
-def _running_module(model: nn.Module, at_end: Callable[[str, Any], None]) -> Iterator[list[str]]:
-    """Yield a list of the names of the modules that run in this thread, outermost first; call ``at_end`` after each."""
-    names, thread = names_of(model), threading.get_ident()
-    running = [""]
-
-    def enter(module: nn.Module, args: Any) -> None:
-        if threading.get_ident() == thread:
-            running.append(names.get(module, running[-1]))
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        if threading.get_ident() == thread:
-            at_end(running.pop(), output)
-
-    handles = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
-    try:
-        yield running
-    finally:
-        for handle in handles:
-            handle.remove()
+def _running(names: Names) -> str:
+    """Return the name of the innermost module that runs; hooks on modules would change what a compiler traces."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _CALL.__code__:
+            module = frame.f_locals["self"]
+            if (name := names.get(getattr(module, "_orig_mod", module))) is not None:
+                return name
+        frame = frame.f_back
+    return ""
 
 
-_NOTE = (
-    "Plain bytes are those of the same tensors unpacked, and of layers' outputs that backward computes again. What "
-    "else the compiler computes again is in no row."
-)
-
-
+_CALL: Any = nn.Module.__call__
 #: How a tensor that is not packed is saved, by its use in a graph.
 _HOW = {"": FULL_PRECISION, "linear": FULL_PRECISION, "recomputed": DERIVED}
 
 
-def report_of_graphs(model: nn.Module, run: Callable[[nn.Module], Any]) -> MemoryReport:
-    origin = getattr(model, "_orig_mod", model)
-    with in_place(origin):
-        origin.train()
-        with torch.enable_grad(), recording() as recorder:
-            run(model)
-    kinds = {name: type(module).__name__ for name, module in origin.named_modules()}
-    plain, saved = Counter[str](), Counter[str]()
-    ops = []
-    for row in recorder.of_graphs:
-        layer = _layer(row.module, kinds)
-        plain[layer] += row.plain_bytes
-        saved[layer] += row.nbytes
-        how = PACKED if row.bits > 1 else MASKED if row.bits else _HOW.get(row.use, EXACT)
-        ops.append(OpMemory(layer, row.op, how, row.use, row.plain_bytes, row.nbytes, None, row.bits))
-    rows = tuple(LayerMemory(name, kind, plain[name], saved[name]) for name, kind in kinds.items() if plain[name])
-    return MemoryReport(rows, tuple(ops), _NOTE)
+def _row_of_graph(row: Any, running: str, names: Names) -> OpMemory:
+    how = PACKED if row.bits > 1 else MASKED if row.bits else _HOW.get(row.use, EXACT)
+    layer = _layer(running, row.module, names)
+    return _OfGraph(layer, row.op, how, row.use, row.plain_bytes, row.nbytes, None, row.bits)
 
 
-def _layer(path: str, kinds: dict[str, str]) -> str:
-    """The name of a module by Dynamo's path to it, such as L['self'].layers.0 or L['self']._modules['layers'][0]."""
-    parts = re.findall(r"[A-Za-z_0-9]+", re.sub(r"_modules|_orig_mod", "", path))[2:]
-    while parts and ".".join(parts) not in kinds:
+def _layer(running: str, path: str, names: Names) -> str:
+    """The name of a module by Dynamo's path to it from the one that runs, as L['self']._modules['layers'][0]."""
+    parts = re.findall(r"[A-Za-z_0-9]+", path.replace("_modules", ""))[2:]
+    while parts and (name := ".".join(filter(None, (running, *parts)))) not in names.values():
         parts.pop(0)
-    return ".".join(parts)
+    return name if parts else running

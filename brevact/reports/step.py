@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from brevact.arguments import check_model
 from brevact.autograd import current_region, region, regions_disabled
 from brevact.autograd.region.module_hooks import regions_of
+from brevact.autograd.saving.storage_report import recording
 from brevact.policy.attach import attach_policy, region_of_step
 from brevact.private_names.of_torch import allocations, quietly
 from brevact.quantizers.checks import check_int
 from brevact.reports.batches import tensors_of, without_surroundings
 from brevact.reports.gradient_noise import Loss, check_loss, checked_value
-from brevact.reports.in_place import in_place, is_compiled
+from brevact.reports.in_place import in_place
 from brevact.tables import size_text, text_table, write_csv
 
 __all__ = ["StepReport", "step_report"]
@@ -128,7 +129,7 @@ def step_report(
         TypeError: ``model`` is not a module, ``loss`` not a function of two arguments that returns a tensor, or
             ``rounds`` not an int.
         ValueError: ``rounds`` is less than 2; the loss is no scalar, or requires no gradient; or ``model`` is on the
-            meta device, has lazy parameters, or wraps several processes or devices.
+            meta device, has lazy parameters, or wraps several devices.
     """
     check_model(model, "step_report(model, batch, loss)", batch)
     check_loss(loss)
@@ -142,7 +143,10 @@ def step_report(
             note = "The model has no backward quantizer: brevact.quantize_backward(model) would let it train so."
         if not model.training:
             model.train()
-        steps = {packs: step_of(model, batch, loss, packs=packs) for packs in (False, True)}
+        packed = step_of(model, batch, loss, packs=True)
+        with recording() as recorder:
+            packed()
+        steps = {False: step_of(model, batch, loss, packs=False, is_compiled=recorder.has_graphs), True: packed}
         peaks = {packs: peak_of(step, device_of(model, batch)) for packs, step in steps.items()}  # warms up, too
         seconds = _seconds_of(steps, device_of(model, batch), rounds)
     return StepReport(tuple(seconds[False]), tuple(seconds[True]), peaks[False], peaks[True], note)
@@ -159,10 +163,10 @@ class StepLoss:
             return self.loss(model, batch)
 
 
-def step_of(model: nn.Module, batch: Any, loss: Loss, *, packs: bool) -> Callable[[], None]:
+def step_of(model: nn.Module, batch: Any, loss: Loss, *, packs: bool, is_compiled: bool = False) -> Callable[[], None]:
     def run() -> None:
         outside = nullcontext() if current_region() is None else region(None)
-        regions = nullcontext() if packs else regions_disabled(is_compiled(model))
+        regions = nullcontext() if packs else regions_disabled(is_compiled)
         with outside, regions:  # also in backward, where checkpoints recompute
             checked_value(StepLoss(loss)(model, batch)).backward()
         model.zero_grad(set_to_none=True)

@@ -26,7 +26,7 @@ from brevact.policy.rules import has_policy
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_bool, check_int
 from brevact.reports.gradient_noise import Loss, check_loss
-from brevact.reports.in_place import is_compiled, kept_random_state
+from brevact.reports.in_place import holds_graphs, kept_random_state, uncompiled
 from brevact.reports.memory import memory_of
 from brevact.reports.memory_table import MemoryReport
 from brevact.reports.step import StepLoss, device_of
@@ -217,7 +217,7 @@ class TrainingPolicy:
             )
         _owners[model] = weakref.ref(self)
         self._model, self._loss, self._ended = model, loss, None
-        self._is_compiled = compiled or is_compiled(model)
+        self._is_compiled = compiled or (self._adapt_every is not None and holds_graphs(model))
         try:
             with kept_random_state():
                 self._start(model, batches, prepare or (lambda batch: moved(batch, device_of(model, ()))))
@@ -256,7 +256,8 @@ class TrainingPolicy:
         if self._batches and (self._adapt_every or (self._measures_memory and not self._is_compiled)):
             assert self._loss is not None
             batch, loss = self._batches[0], StepLoss(self._loss)
-            self.memory = memory_of(model, lambda model: loss(model, batch))
+            with uncompiled(self._is_compiled):
+                self.memory = memory_of(model, lambda model: loss(model, batch))
             _log.info("a step stores %.1f of %.1f MiB", self.memory.saved_bytes / MIB, self.memory.plain_bytes / MIB)
         if self._adapt_every is None:
             return

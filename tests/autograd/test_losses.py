@@ -194,6 +194,34 @@ def test_losses_near_their_targets_have_little_noise(name):
     assert (exact - want).norm() < 20 * eps * want.norm()
 
 
+def _of_chosen(x: Tensor, target: Tensor) -> Tensor:
+    chosen = torch.arange(511, -1, -1)
+    return -(target[chosen] * torch.index_select(dim=0, index=chosen, input=x.log_softmax(1))).sum()
+
+
+FUNCTIONS_OF_LOGARITHMS = {
+    "log-sum-exp times a number": lambda x, of_rows, target: F.kl_div(
+        torch.sub(x, of_rows, alpha=2), target, reduction="sum"
+    ),
+    "log-sum-exp first": lambda x, of_rows, target: F.kl_div(
+        torch.sub(other=x, input=of_rows), target, reduction="sum"
+    ),
+    "keywords in another order": lambda x, of_rows, target: _of_chosen(x, target),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS_OF_LOGARITHMS)
+def test_functions_of_logarithms_by_keyword_have_the_plain_gradient(name):
+    x = torch.randn(512, 32)
+
+    def loss(x: Tensor) -> Tensor:
+        return FUNCTIONS_OF_LOGARITHMS[name](x, x.logsumexp(1, keepdim=True), target)
+
+    target = (x + torch.randn(512, 32)).softmax(1)
+    (_, want), (_, got) = run_loss(loss, x, None), run_loss(loss, x, settings(bit_width=8))
+    assert (got - want).norm() < 0.1 * want.norm()
+
+
 @pytest.mark.parametrize("margin", [0, 6])
 def test_factors_far_from_probabilities_are_saved_by_themselves(margin):
     """A focal loss written out: its factors are almost 1, and their sum times errors of probabilities is large."""

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 import brevact
 from brevact.compiler import graphs
+from brevact.compiler.nodes import packet_of
 from tests.autograd.database_laws import Outcome, dense, finite_pairs, loss_of
 from tests.autograd.measuring import watch_saved
 from tests.autograd.op_database import Sample, Variant, run, samples, variants
@@ -37,6 +38,7 @@ class Call:
     def __init__(self, variant: Variant, sample: Sample, quantizer: Any, *, compiles: bool = True) -> None:
         self.process, self.nbytes = sample.process, 0
         self.rows: list[graphs.Row] = []
+        self.packets: set[Any] = set()  # that backward computes
         self.leaves, spec = tree_flatten((sample.args, sample.kwargs))
         is_input = [isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad for x in self.leaves]
         self.is_input = is_input
@@ -75,6 +77,7 @@ class Call:
         )
 
     def _pack(self, joint: graphs.JointGraph) -> Any:
+        self.packets.update(map(packet_of, joint.nodes))
         saved, rows = _pack(joint)
         self.rows += rows
         return saved, rows
@@ -102,14 +105,14 @@ def _is_float(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dtype is torch.float32
 
 
-def errors_of_mean(call: Call, plain: Outcome) -> list[tuple[float, float]]:
+def errors_of_mean(call: Call, plain: Outcome, draws: int = DRAWS) -> list[tuple[float, float]]:
     """Error of each gradient's mean over draws and its standard error, relative to the gradient's norm."""
-    drawn = [finite_pairs(call(seed), plain) for seed in range(DRAWS)]
+    drawn = [finite_pairs(call(seed), plain) for seed in range(draws)]
     found = []
     for place, (_, expected) in enumerate(drawn[0]):
         values = torch.stack([pairs[place][0] for pairs in drawn])
         norm = max(float(expected.norm()), 1e-5 * plain.scale, 1e-30)
         found.append(
-            (float((values.mean(0) - expected).norm()) / norm, float(values.std(0).norm()) / DRAWS**0.5 / norm)
+            (float((values.mean(0) - expected).norm()) / norm, float(values.std(0).norm()) / draws**0.5 / norm)
         )
     return found

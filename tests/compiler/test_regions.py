@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback as fx_traceback
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -184,6 +183,16 @@ def breaking(model: nn.Module) -> Callable:
     return region(FINE)(compiled(forward, fullgraph=False))
 
 
+def breaking_inside(model: nn.Module) -> Callable:
+    def forward(x: Tensor) -> Tensor:
+        with brevact.backward_quant(FINE_LEAF):
+            x = model[1](model[0](x))
+            torch._dynamo.graph_break()
+            return model[2:](x)
+
+    return compiled(forward, fullgraph=False)
+
+
 def in_checkpoint(model: nn.Module) -> Callable:
     def forward(x: Tensor) -> Tensor:
         return model[2:](checkpoint(model[1], model[0](x), use_reentrant=False))
@@ -200,7 +209,7 @@ def around_a_compiled_block(model: nn.Module) -> Callable:
 
 WAYS = [
     *(around, inside, policy_on_the_compiled_model, module_compiled),
-    *(one_block, breaking, in_checkpoint, around_a_compiled_block),
+    *(one_block, breaking, breaking_inside, in_checkpoint, around_a_compiled_block),
 ]
 
 
@@ -213,7 +222,7 @@ def test_each_way_gives_plain_gradients(way):
     assert_near(near, grads)
 
 
-@pytest.mark.parametrize("way", [inside, around, breaking], ids=lambda way: way.__name__)
+@pytest.mark.parametrize("way", [inside, around, breaking, breaking_inside], ids=lambda way: way.__name__)
 def test_each_way_packs(way, monkeypatch):
     monkeypatch.setitem(globals(), "FINE", NEAREST)
     (_, _, full), (_, _, packed) = plain_and_packed(transformer, X, None, way)
@@ -364,14 +373,6 @@ def test_exported_programs_hold_no_quantizer():
         assert not [node for node in program.graph.nodes if "brevact" in str(node.target)]
 
 
-def test_fake_tensors():
-    with FakeTensorMode():
-        model = brevact.quantize_backward(nn.Sequential(nn.Linear(64, 64), nn.SiLU()), settings(2))
-        x = torch.randn(64, 64, requires_grad=True)
-        (model(x) * torch.sigmoid(x)).sum().backward()
-        assert x.grad.shape == x.shape
-
-
 def test_another_threads_compiler_does_not_stop_packing():
     model, sizes, stop = brevact.quantize_backward(convolutions(), NEAREST), set(), threading.Event()
 
@@ -474,6 +475,10 @@ CASES: dict[str, tuple[Callable, list[tuple[str, str]]]] = {
     "inside_checkpoint": (
         Call(in_checkpoint_of, of(4, then_tanh, of(2, torch.sin))),
         [("tanh", "-"), ("sin", "2"), ("tanh", "4")],
+    ),
+    "block_in_checkpoint": (
+        Call(in_checkpoint_of, Call(in_block(2, torch.sin))),
+        [("tanh", "-"), ("sin", "2"), ("tanh", "-")],
     ),
     "no_grad": (Call(without_grad, of(4, torch.sin)), [("sin", "-")]),
 }

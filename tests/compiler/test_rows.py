@@ -1,5 +1,6 @@
 """Each row of the table of ATen ops holds by numbers: linear arguments, curvatures of smooth ones, sizes alone, places.
 
+And by draws: in a compiled graph backward computes the row from packed activations, and the gradient's mean stays.
 Calls are those that torch's own database of ops makes, forward and backward, with random values in place of theirs.
 """
 
@@ -9,7 +10,7 @@ import contextlib
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,10 +20,19 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils.checkpoint import CheckpointPolicy
 
+from brevact import LosslessBackward, StochBackward2bit
 from brevact.compiler import aten as table
+from brevact.compiler import graphs, integers, joint_graph, saved_values
 from brevact.compiler.aten import Use, aten, prims
-from tests.autograd.op_database import MISSING, OPS, samples, variants
+from brevact.compiler.nodes import closure
+from brevact.compiler.recomputation import recomputing
+from brevact.private_names.of_compiler import select_decomp_table
+from tests.autograd.database_laws import are_same
+from tests.autograd.op_database import MISSING, OPS, Sample, Variant, samples, variants
+from tests.compiler import compiled_ops
+from tests.compiler.compiled_ops import activation, errors_of_mean
 
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
@@ -37,23 +47,32 @@ def _is_data(x: Any) -> bool:
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
+def _real(x: Any) -> list[Tensor]:
+    """The numbers among some leaves, complex ones as pairs."""
+    parts = [each.resolve_conj() for each in tree_flatten(x)[0] if _is_data(each)]
+    return [torch.view_as_real(each) if each.is_complex() else each for each in parts]
+
+
 class _Watch(TorchDispatchMode):
-    """Notes one call of each row that reads and returns numbers of 32 bits and more."""
+    """Notes the largest small call of each row that reads and returns numbers of 32 bits and more."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: dict[Any, Call] = {}
+        self.numel: dict[Any, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet, kwargs = func.overloadpacket, kwargs or {}
         copy = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, args)
         found = func(*args, **kwargs)
-        is_row = packet in LINEAR or (packet in table.PLACES and isinstance(found, tuple))
-        if is_row and packet not in self.calls and kwargs.get("rounding_mode") is None:
+        is_row = packet in LINEAR | table.SMOOTH or (packet in table.PLACES and isinstance(found, tuple))
+        if is_row and kwargs.get("rounding_mode") is None:
             given, made = ([x for x in tree_flatten(each)[0] if isinstance(x, Tensor)] for each in (copy, found))
             is_float = any(_is_data(x) and x.numel() > 1 for x in given) and any(map(_is_data, made))
-            if is_float and not any(x.dtype in (torch.float16, torch.bfloat16) for x in (*given, *made)):
-                self.calls[packet] = func, copy, kwargs
+            is_half = any(x.dtype in (torch.float16, torch.bfloat16) for x in (*given, *made))
+            numel, least = sum(x.numel() for x in made), self.numel.get(packet)
+            if is_float and not is_half and (least is None or least < numel < 4096):
+                self.calls[packet], self.numel[packet] = (func, copy, kwargs), numel
         return found
 
 
@@ -66,6 +85,8 @@ MADE: dict[Any, Callable[[], Any]] = {
     aten._fft_r2c: lambda: aten._fft_r2c(_image(8), [2], 0, True),
     aten._fft_c2c: lambda: aten._fft_c2c(_image(8).to(torch.complex64), [2], 0, True),
     aten._fft_c2r: lambda: aten._fft_c2r(_image(8).to(torch.complex64), [2], 0, 14),
+    aten._conj: lambda: aten._conj(_image(8).to(torch.complex64)),
+    aten._neg_view: lambda: aten._neg_view(_image(8)),
     aten._conj_physical: lambda: aten._conj_physical(_image(8).to(torch.complex64)),
     aten.view_as_real: lambda: aten.view_as_real(_image(8).to(torch.complex64)),
     aten._unsafe_index: lambda: aten._unsafe_index(_image(8), [None, None, torch.tensor([1, 1, 5])]),
@@ -85,6 +106,7 @@ MADE: dict[Any, Callable[[], Any]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: lambda: (
         F.scaled_dot_product_attention(*torch.randn(3, 1, 2, 8, 16, requires_grad=True)).sum().backward()
     ),
+    prims.device_put: lambda: prims.device_put(_image(8), torch.device("cpu")),
     prims.convert_element_type: lambda: prims.convert_element_type(_image(8), torch.float64),
     prims.rev: lambda: prims.rev(_image(8), [2]),
     prims.broadcast_in_dim: lambda: prims.broadcast_in_dim(_image(8), [1, 2, 8, 3], [0, 1, 2]),
@@ -95,6 +117,7 @@ MADE: dict[Any, Callable[[], Any]] = {
     aten.median: lambda: aten.median(_image(8), 2),
     table.low_memory_max_pool: lambda: table.low_memory_max_pool(_image(8, 8), [3, 2], [2, 2], [1, 0], [1, 1], False),
     prims.inductor_force_stride_order: lambda: prims.inductor_force_stride_order(_image(4, 4), [32, 1, 8, 2]),
+    **{packet: lambda packet=packet: packet(3 * _image(8)) for packet in table.SMOOTH},
 }
 
 
@@ -127,9 +150,9 @@ def call_of(packet: Any) -> Call:
     return calls_made().get(packet) or calls_of_database()[packet]
 
 
-def rows(of: Iterable[Any]) -> Any:
+def rows(of: Iterable[Any], quick: Container[Any] = MADE) -> Any:
     """Rows, those of the database in the exhaustive tier."""
-    marks = {packet: () if packet in MADE else pytest.mark.exhaustive for packet in sorted(of, key=str)}
+    marks = {packet: () if packet in quick else pytest.mark.exhaustive for packet in sorted(of, key=str)}
     return pytest.mark.parametrize(
         "packet", [pytest.param(packet, marks=each, id=str(packet)) for packet, each in marks.items()]
     )
@@ -138,8 +161,7 @@ def rows(of: Iterable[Any]) -> Any:
 def _results(call: Call, leaves: Iterable[Any]) -> Tensor:
     func, args, kwargs = call
     found = func(*tree_unflatten(list(leaves), tree_flatten(args)[1]), **kwargs)
-    parts = [x for x in tree_flatten(found)[0] if _is_data(x)]
-    return torch.cat([(torch.view_as_real(x) if x.is_complex() else x).double().flatten() for x in parts])
+    return torch.cat([x.double().flatten() for x in _real(found)])
 
 
 def affine_error(call: Call, places: Iterable[int]) -> float:
@@ -168,10 +190,10 @@ def places_of(call: Call, packet: Any) -> list[list[int]]:
 
 #: Rows of other devices and of ops that no call on a CPU makes.
 ELSEWHERE = (
-    *table._packets(aten, "_conj _neg_view real imag reshape linear matmul _fused_rms_norm_backward"),
+    *table._packets(aten, "_fused_rms_norm_backward"),
     *(packet for packet in table.OUTPUT if "cpu" not in str(packet)),
     *(packet for packet in table._DROPOUT if "cpu" not in str(packet)),
-    *table._packets(prims, "device_put _low_memory_max_pool_offsets_to_indices"),
+    *table._packets(prims, "_low_memory_max_pool_offsets_to_indices"),
 )
 
 
@@ -187,6 +209,75 @@ def test_linear_arguments_are(packet):
 
 def _tensors(call: Call) -> list[Tensor]:
     return [x for x in tree_flatten(call[1])[0] if isinstance(x, Tensor)]
+
+
+#: Rows that functions with a gradient call in graphs by way of decompositions alone, and copies that are left out.
+NOT_IN_GRAPHS = (
+    *table._packets(aten, "alias detach upsample_nearest2d upsample_nearest3d upsample_bilinear2d upsample_bicubic2d"),
+    *table._packets(prims, "_low_memory_max_pool_with_offsets broadcast_in_dim collapse_view split_dim view_of"),
+)
+
+
+def in_graph(packet: Any, quantizer: Any) -> compiled_ops.Call:
+    """A call of a row, which backward computes again from saved activations for gradients of factors of its results.
+
+    Smooth functions and places have gradients of the activations, too.
+    """
+    func, args, kwargs = call = call_of(packet)
+    leaves, spec = tree_flatten(args)
+    places = {place for each in places_of(call, packet) for place in each} if packet in LINEAR else {0}
+
+    def activate(x: Tensor) -> Tensor:
+        x = torch.view_as_complex(activation(torch.view_as_real(x))) if x.is_complex() else activation(x)
+        return x.bfloat16() if packet is aten._grouped_mm else x
+
+    def function(factors: list[Tensor], leaves: list[Any]) -> list[Tensor]:
+        leaves = [activate(x) if place in places else x for place, x in enumerate(leaves)]
+        found = func(*tree_unflatten(leaves, spec), **kwargs)
+        return [x * factor for x, factor in zip(_real(found), factors, strict=True)]
+
+    torch.manual_seed(0)
+    factors = [torch.randn(2, *x.shape, dtype=x.dtype).requires_grad_() for x in _real(func(*args, **kwargs))]
+    leaves = [x.detach() if _is_data(x) else x for x in leaves]
+    if packet not in LINEAR:
+        leaves[0] = leaves[0].clone().requires_grad_()
+    return compiled_ops.Call(Variant("", function), Sample((factors, leaves), {}), quantizer)
+
+
+@contextlib.contextmanager
+def _computing_again(graph: Any, *args: Any, **options: Any) -> Iterator[None]:
+    """Let backward compute again all that forward computes from activations."""
+    sources = [node for node in graph.nodes if node.target is torch.ops.brevact_tests.activation.default]
+    tangents = [node for node in graph.nodes if node.name.startswith("tangents")]
+    made, gradients = (closure(nodes, lambda node: node.users) for nodes in (sources, tangents))
+    for node in made.keys() - gradients.keys() - {*sources, graph.output_node()}:
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    with recomputing(graph, *args, **options):
+        yield
+
+
+_ROWS = (LINEAR | table.SMOOTH | table.PLACES.keys()).difference(ELSEWHERE, NOT_IN_GRAPHS)
+
+
+@rows(_ROWS, quick=(aten.copy, prims.fma, aten.tanh, aten.median))
+def test_rows_in_graphs(packet, monkeypatch):
+    """Gradients from lossless codes are plain ones; the mean of draws is the gradient, for smooth rows but for 2 %."""
+    others = {op: of for op, of in select_decomp_table().items() if getattr(op, "overloadpacket", None) is not packet}
+    monkeypatch.setattr(graphs, "select_decomp_table", lambda: others)
+    monkeypatch.setattr(graphs, "recomputing", _computing_again)
+    monkeypatch.setattr(integers, "_LEAST_NUMEL", 0)
+    monkeypatch.setattr(joint_graph, "BROADCAST", math.inf)
+    for find in ("_slope", "_saturated"):  # saved in place of arguments
+        monkeypatch.setattr(saved_values, find, lambda *args: ())
+    plain, lossless = (in_graph(packet, each)() for each in (None, LosslessBackward))
+    assert all(map(are_same, (*lossless.outputs, *lossless.grads), (*plain.outputs, *plain.grads)))
+    packed = in_graph(packet, StochBackward2bit)
+    for error, standard in errors_of_mean(packed, plain, draws=512):
+        assert error <= 5 * standard + 64 * torch.finfo(torch.float32).eps + 0.02 * (packet in table.SMOOTH)
+    if packet in table.PLACES:
+        assert [row for row in packed.rows if row.op == str(packet) and row.bits and not row.use]
+    else:
+        assert packet in packed.packets and [row for row in packed.rows if row.bits and "activation" in row.op]
 
 
 @rows(table.OF_SIZES)

@@ -485,10 +485,6 @@ def test_lookups_in_weights_are_computed_again():
     assert "aten.embedding" not in packed_rows(call, x)
 
 
-def test_values_without_a_gradient_are_packed():
-    assert packed_rows(lambda x, y: x * y.cumsum(0), X, X.detach()) == {"aten.cumsum": 2}
-
-
 def test_an_op_that_the_table_lacks_keeps_its_tensors():
     call = Call(Variant("", lambda x: torch.cdist(x, x.flip(0))), Sample((X,), {}), StochBackward2bit)
     call()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from brevact.autograd.ops.norm_formulas import packed_batch_norm_backward
+from brevact.autograd.ops.norm_formulas import batch_norm_backward
 from brevact.cpu_kernels import batch_norm as kernels
 from brevact.quantizers import Granularity, Layout, Rounding, UniformQuantizer, kernel_ops
 from brevact.quantizers.normalizing import NormalizedPlan, plan_of_channels
@@ -51,7 +51,7 @@ class Given:
         return kernels.batch_norm_backward(self.grad, self.x, self.weight, mean, self.invstd, 1e-5, mask, True)
 
     def by_any(self, mask: list[bool]) -> tuple[Tensor | None, ...]:
-        return packed_batch_norm_backward(self.packing, self.buffer, self.grad, self.weight, self.invstd, 1e-5, mask)
+        return batch_norm_backward(self.grad, self.x, self.weight, self.mean, self.invstd, 1e-5, mask, True)
 
     def by_aten(self, mask: list[bool]) -> tuple[Tensor | None, ...]:
         return torch.ops.aten.native_batch_norm_backward(

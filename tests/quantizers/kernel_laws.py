@@ -273,15 +273,15 @@ def _check_normalized(backend: Backend, quantizer, x: Tensor, mean: Tensor | Non
     packed = quantizer.quantize(normalize(x, mean, invstd), SEED)
     plan = plan_of(packed.spec)
     there = [None if part is None else part.to(backend.device) for part in (mean, invstd, invstd.reciprocal())]
-    norm = normalizing.groups_of(layout, there[0], there[1])
+    of_statistics = normalizing.plan_of_statistics(quantizer, layout, invstd.shape)
     buffer, seed = backend.filled(packed.spec.nbytes, torch.uint8), SEED if quantizer.is_stochastic else None
     flat = layout.flatten(x).to(backend.device)
-    assert backend.launchers.quantize_uniform(flat, plan, seed, *norm, buffer) is None
+    assert backend.launchers.quantize_uniform(flat, plan, seed, *of_statistics.groups(*there[:2]), buffer) is None
     for part, want in zip(plan.split(buffer), plan.split(packed.buffer), strict=True):
         assert torch.equal(part.cpu().view(torch.uint8), want.view(torch.uint8)), (quantizer, layout)
     for shift in {there[0], None}:
         target = backend.filled(layout.numel, x.dtype)
-        norm = normalizing.groups_of(layout, shift, there[2])
+        norm = of_statistics.groups(shift, there[2])
         assert backend.launchers.dequantize_uniform(buffer, plan, *norm, None, None, target) is None
         values = packed.dequantize() * invstd.reciprocal()
         values = values if shift is None else values + mean

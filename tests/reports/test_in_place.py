@@ -246,7 +246,7 @@ def test_figures_are_those_of_a_copy_that_trains():
 
 
 def test_wrappers_of_several_devices_are_refused():
-    with pytest.raises(ValueError, match=r"model: a DataParallel sums gradients .* model\.module"):
+    with pytest.raises(ValueError, match=r"model: a DataParallel runs .* model\.module"):
         brevact.memory_report(nn.DataParallel(nn.Linear(4, 4)), torch.randn(2, 4))
 
 

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 import brevact
 from brevact.autograd import regions_disabled
+from brevact.injectors.proxies import names_of
 from brevact.reports.gradient_noise import gradients, plain_gradients
 from brevact.reports.in_place import in_place
 from brevact.reports.memory import _measure, _measured_plain
@@ -99,7 +100,8 @@ def test_nothing_is_held_and_all_is_the_same(name, monkeypatch):
     make, x = MODELS[name]
     model = make()
     with regions_disabled():
-        held, unheld = (measure(model, lambda model: square(model, x)) for measure in (_measure, _measured_plain))
+        run, names = (lambda model: square(model, x)), names_of(model)
+        held, unheld = (measure(model, run, names) for measure in (_measure, _measured_plain))
     assert held == unheld and sum(op.saved_bytes for op in held)
     with in_place(model):
         expected = gradients(model, x, square, 3)
@@ -113,7 +115,7 @@ def test_passes_take_the_memory_of_inference():
     model, x = nn.Sequential(*layers), torch.randn(4096, 64)
     steps = {
         "plain": step_of(model, x, square, packs=False),
-        "counted": lambda: _measured_plain(model, lambda model: square(model, x)),
+        "counted": lambda: _measured_plain(model, lambda model: square(model, x), names_of(model)),
     }
     peaks = {name: peak_of(step, torch.device("cpu")) for name, step in steps.items()}
     assert peaks["plain"] > 40 * x.nbytes

@@ -69,12 +69,16 @@ def test_training_policy_goes_on_from_its_state():
         assert policy.figures()["brevact/noise"] == policy.fitted.report.noise
 
 
-def test_figures_of_a_compiled_model_have_no_bytes():
+def test_figures_have_bytes_of_models_that_are_compiled_at_the_beginning():
     for model, compiled in ((net(), True), (torch.compile(net(), backend="aot_eager"), False)):
         policy = TrainingPolicy("StochBackward4bit", adapt_every=1)
         policy.begin(model, BATCHES, loss, compiled=compiled)
         assert policy.figures().keys() == {"brevact/bit_width"}
         policy.end()
+    policy = TrainingPolicy("StochBackward4bit")
+    policy.begin(model, [BATCHES[0].clone()], loss)
+    assert policy.memory.saved_bytes == brevact.memory_report(model, BATCHES[0], loss).saved_bytes
+    assert "uncompiled" in policy.memory.note and policy.figures()["brevact/saved_mib"] > 0
 
 
 def test_training_policy_leaves_random_numbers_and_loaders_as_they_were():

@@ -245,8 +245,7 @@ class NormOutput(Expression):
 
     def decode_through(self, tensors: Tensors, function: PointFunction, grad: Tensor | None = None) -> Tensor:
         if self.is_read_again(tensors):
-            values = function(decoded(self, tensors, self._decode))
-            return values if grad is None else grad * values
+            return Decoder.decode_through(self, tensors, function, grad)
         if self.plan is not None:
             shift = tensors[2] if self.has[1] else None
             return decode_through_plan(self.plan, tensors[0], function, tensors[1], shift, grad)
@@ -411,8 +410,7 @@ class ChannelsAgain(_OfRecomputed):
 
     def decode_through(self, tensors: Tensors, function: PointFunction, grad: Tensor | None = None) -> Tensor:
         if self.is_read_again(tensors):
-            values = function(decoded(self, tensors, self._decode))
-            return values if grad is None else grad * values
+            return Decoder.decode_through(self, tensors, function, grad)
         x, scale, shift = self._read(tensors)
         samples, size = self.shape[0], math.prod(self.shape[1:])
         step = samples if x.is_cuda else max(_NUMEL_IN_CACHE // size, 1)

@@ -174,9 +174,7 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 FORMULAS: dict[str, Callable[..., Any]] = {
     "liger_kernel.ops.rms_norm.LigerRMSNormFunction": _rms_norm,
     "liger_kernel.ops.layer_norm.LigerLayerNormFunction": lambda shape, *args: _Normalized(shape),
-    "unsloth.kernels.rms_layernorm.Fast_RMS_Layernorm": lambda shape, x, weight, eps, gemma=False: _rms_norm(
-        shape, x, weight, eps, float(gemma)
-    ),
+    "unsloth.kernels.rms_layernorm.Fast_RMS_Layernorm": _rms_norm,  # the offset is a bool
     "liger_kernel.ops.swiglu.LigerSiLUMulFunction": _silu_mul,
     "flash_attn.ops.activations.SwiGLUFunction": _silu_mul,
     "fla.modules.activations.ops.SwiGLUFunction": _silu_mul,

@@ -20,7 +20,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -41,15 +41,6 @@ _OF_TORCH = ("aten", "prim", "prims", "brevact")
 #: Modules whose functions are one op to their caller and many to a region, and save tensors as decompositions do.
 ALGORITHMS = frozenset(("torch._lowrank", "torch._linalg_utils", "torch._lobpcg"))
 _is_compiling = torch.compiler.is_dynamo_compiling
-
-
-class Saver(NamedTuple):
-    """Code that saves a tensor: its name in rules, or "", its label in reports, and its letter in the table."""
-
-    name: str
-    label: str
-    letter: str = UNKNOWN
-    call: _Call | None = None
 
 
 def operator_name(func: Any) -> str | None:
@@ -111,16 +102,16 @@ def _path_of(function: type) -> str:
     return f"{function.__module__}.{function.__qualname__}"
 
 
-def saver_of(x: Tensor, frame: FrameType) -> Saver:
+def saver_of(x: Tensor, frame: FrameType) -> tuple[str, str, _Call | None]:
+    """Return the name in rules of code that saves a tensor, or "", its letter in the table, and its call."""
     call, path = _of_thread.call, ""
     if frame.f_code is function_apply_code:
         path = _path_of(frame.f_locals["cls"])
     if call is not None and call.place == (id(frame), frame.f_lasti) and (key := _key_of(x)) in call.saved:
         place = call.saved.index(key)
         call.saved[place] = None  # a call may save a tensor twice, and another call may save it later
-        path, letter = path or call.path, UNKNOWN if call.letters is None else call.letters[place]
-        return Saver(path, path.rpartition(".")[2], letter, call)
-    return Saver(path, path.rpartition(".")[2])
+        return path or call.path, UNKNOWN if call.letters is None else call.letters[place], call
+    return path, UNKNOWN, None
 
 
 def _key_of(x: Tensor) -> tuple[int, torch.Size]:

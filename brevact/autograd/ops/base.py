@@ -318,7 +318,9 @@ def compute_from_weight(
         return (gradients or functools.partial(gradients_of, compute))([*tensors], needs, grad)
 
     with DisableTorchFunction():
-        return region.apply_to_weight(OfWeight, run, through, *tensors)
+        out: Tensor = region.apply(OfWeight, run, through, *tensors)
+        region.mark(out, is_weight=True)
+        return out
 
 
 @functools.cache

@@ -46,14 +46,6 @@ _group_norm_backward = torch.ops.aten.native_group_norm_backward.default
 _OF_LAST_DIMS = Alignment(of_last_dims=True)
 
 
-def packed_batch_norm_backward(
-    packing: NormalizedPlan, buffer: Tensor, grad: Tensor, weight: Weight, invstd: Tensor, eps: float, mask: Mask
-) -> Gradients:
-    """Gradients by batch statistics from packed normalized values."""
-    x = packing.dequantize_centred(buffer, invstd)
-    return batch_norm_backward(grad, x, weight, torch.zeros_like(invstd), invstd, eps, mask, True)
-
-
 @run_by_kernels
 def batch_norm_backward(
     grad: Tensor, x: Tensor, weight: Weight, mean: Tensor, invstd: Tensor, eps: float, mask: Mask, overwrites: bool
@@ -137,7 +129,7 @@ class BatchNorm(Norm):
     momentum: float
     eps: float
     cudnn_enabled: bool
-    #: How the input is packed if :func:`packed_batch_norm_backward` computes the gradients.
+    #: How the input is packed if the gradients are computed from packed values.
     packing: NormalizedPlan | None = None
     name = "batch_norm"
 

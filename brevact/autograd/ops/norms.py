@@ -40,7 +40,6 @@ from brevact.autograd.ops.norm_formulas import (
     RMSNorm,
     batch_norm,
     batch_norm_backward,
-    packed_batch_norm_backward,
     runs_in_float32,
     sum_of_channels,
 )
@@ -48,8 +47,8 @@ from brevact.autograd.ops.op import Op, Stored, everywhere
 from brevact.autograd.region.settings import BackwardSettings, SaveMode
 from brevact.autograd.saving import storage_report
 from brevact.autograd.saving.saved import Region, Saved, Weight
-from brevact.autograd.saving.storages import is_tracked
-from brevact.autograd.saving.weights import ModelState, is_parameter
+from brevact.autograd.saving.storages import is_tracked, share_packed
+from brevact.autograd.saving.weights import is_parameter
 from brevact.quantizers import Layout, kernel_ops
 from brevact.quantizers.normalizing import NormalizedPlan, has_uniform_codes, plan_of_channels
 
@@ -70,7 +69,7 @@ def _run(region: Region, norm: Norm, input: Tensor, weight: Weight, bias: Weight
     if type(norm) is BatchNorm and requires_grad(input, weight) and settings.for_normalized is None:
         norm.packing = _plan_of_call(settings, norm, input, weight, bias)
     out: Tensor = region.apply(Formula, functools.partial(_save, region, norm), None, input, weight, bias)
-    ModelState.mark_activation(out)
+    region.mark(out, is_weight=False)
     return out
 
 
@@ -107,7 +106,8 @@ def _gradients(norm: Any, dtype: torch.dtype, weight_dtype: Any, needs: Needs, g
     grad_input = grad_weight = None
     if packing is not None and kept is not None and isinstance(kept.decoder, Centred):
         buffer, invstd = kept.decoder.packed(kept.tensors).buffer, kept.tensors[-1]
-        return packed_batch_norm_backward(packing, buffer, grad, weight, invstd, norm.eps, mask)
+        x = packing.dequantize_centred(buffer, invstd)
+        return batch_norm_backward(grad, x, weight, torch.zeros_like(invstd), invstd, norm.eps, mask, True)
     if kept is not None:
         of_kernels = packing is not None and dtype is torch.float32
         if of_kernels and isinstance(kept.decoder, Unpacked) and kept.decoder.quality.cost:
@@ -143,7 +143,8 @@ def _run_planned(
     kernel_ops.quantize_uniform(input, uniform, seed, mean, invstd, place, buffer)
     of_norm = NormInput(norm, mean, invstd, input.dtype)
     kept = (buffer, invstd), packed_decoder(norm.alignment, spec, input.dtype)
-    region.share_normalized(input, of_norm.key, *kept)
+    root = region.seeds.number if region.settings.is_random else 0
+    share_packed(input, (region.settings.key, False, of_norm.key), *kept, root)
     return out, kept, of_norm
 
 

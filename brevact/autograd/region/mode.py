@@ -28,7 +28,6 @@ from brevact.autograd.saving.storages import any_tracked, end_known_values, find
 from brevact.autograd.saving.store import INTEGERS
 from brevact.compiler import marks
 from brevact.private_names.of_torch import (
-    frame_callback,
     functorch_interpreter,
     is_any_autocast_enabled,
     is_torch_function_on,
@@ -46,8 +45,6 @@ class EagerMode(marks.RegionMode):
     @marks.skipped_by_dynamo
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if frame_callback() is not None:  # between the graphs of a compiled model
-            return marks.out_of_dynamo(self.__torch_function__)(func, types, args, kwargs)
         row = ROWS.get(func)
         if row is None:
             if type(func) is MethodWrapperType:  # an attribute

@@ -6,7 +6,6 @@ import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import ContextDecorator, contextmanager, nullcontext
-from types import FrameType
 from typing import Any
 
 import torch
@@ -79,9 +78,6 @@ class _EnterRegion:
                 and is_alive(frame)
             ):
                 return
-        marks.run_outside_dynamo(self._enter, module, frame)
-
-    def _enter(self, module: nn.Module, frame: FrameType) -> None:
         leave_abandoned(frame)
         if self._is_needed(module):
             norms_only = not (module.training or _trains_around())
@@ -153,10 +149,7 @@ class _ExitRegion:
 
     @traced_as(leave)
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        for forward in active.forwards:
-            if forward[0] is module:
-                marks.run_outside_dynamo(leave_forward, module, sys._getframe(1))
-                break
+        leave_forward(module, sys._getframe(1))
 
 
 def attach_region(

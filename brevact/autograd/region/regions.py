@@ -287,10 +287,6 @@ class Region:
                 known = find_shared(x, key, self.seeds.number, lambda decoder: decoder.quality.is_enough_for(settings))
         return known
 
-    def share_normalized(self, x: Tensor, norm: Hashable, vectors: tuple[Tensor, ...], decoder: Any) -> None:
-        root = self.seeds.number if self.settings.is_random else 0
-        share_packed(x, (self.settings.key, False, norm), vectors, decoder, root)
-
     def register(self, out: Tensor, kept: Saved, *, is_dirty: bool = False, is_new: bool = False) -> None:
         known_values.register(out, *kept, scope=self.hooks.scope, is_dirty=is_dirty, is_new=is_new)
 
@@ -389,8 +385,3 @@ class Region:
             if x is not None and x.is_inference():
                 return None
         return self.hooks
-
-    def apply_to_weight(self, function: type[Any], *args: Any) -> Any:
-        result = self.apply(function, *args)
-        self.state.mark_weight(result, weight=True)
-        return result

@@ -275,8 +275,7 @@ class _Packed(Decoder):
     def decode_through(self, tensors: Tensors, function: PointFunction, grad: Tensor | None = None) -> Tensor:
         layout = self._spec.layout
         if layout.numel <= _FEW_ELEMENTS:
-            values = function(self.decode(tensors))
-            return values if grad is None else grad * values
+            return Decoder.decode_through(self, tensors, function, grad)
         packed = PackedActivation(self._spec, tensors[0])
         return decode_through(packed, function, None, None, layout.dtype, grad)
 
@@ -338,17 +337,8 @@ def _bytes_of(layout: Layout) -> int:
 
 def without_gaps(x: Tensor) -> Tensor:
     """Return ``x``, or a copy if its strides leave gaps; expanded dimensions stay expanded."""
-    if x.is_contiguous():
-        return x
-    expected = 1
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size != 1 and stride != 0:
-            if stride != expected:
-                break
-            expected *= size
-    else:
-        return x
-    return distinct_elements(x).contiguous().expand(x.shape)
+    is_dense = x.is_contiguous() or Layout.of(x).is_dense
+    return x if is_dense else distinct_elements(x).contiguous().expand(x.shape)
 
 
 def distinct_elements(x: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ from brevact.autograd.saving.saved import (
 from brevact.autograd.saving.stand_ins import give_up, give_up_saturated, hold, offer, stand_in
 from brevact.autograd.saving.storages import end_known_values, is_tracked, storage_address
 from brevact.autograd.saving.store import INTEGERS, is_compact, keep_exact, keep_mask, keep_places, keep_small, reported
-from brevact.autograd.saving.weights import WEIGHT_NUMEL, ModelState, is_parameter, is_parameter_or_view
+from brevact.autograd.saving.weights import WEIGHT_NUMEL, is_parameter, is_parameter_or_view
 from brevact.private_names.of_torch import DisableTorchFunction, current_autograd_node, pop_hooks, push_hooks, top_hooks
 from brevact.qat.integer_codes import share_codes
 
@@ -236,7 +236,7 @@ class SavedTensorHooks:
         is_small = input.numel() < self._region.settings.min_numel
         if is_small and self.pass_on((input,)) and is_parameter(weight) and not is_tracked(weight):
             out: Tensor = self.run_aside(layer, (input, weight, *args), {})
-            ModelState.mark_activation(out)
+            self._region.mark(out, is_weight=False)
             return out
 
         def pack(x: Tensor) -> _Handle:
@@ -453,8 +453,8 @@ class SavedTensorHooks:
         region, settings = self._region, self._region.settings
         if not region.packs and not region.has_rules_for_other_code:
             return region, "", None
-        name, label, letter, call = saver_of(x, frame)
-        has_rule = name in region.by_op
+        name, letter, call = saver_of(x, frame)
+        label, has_rule = name.rpartition(".")[2], name in region.by_op
         if storage_report.recorders and (region.packs or has_rule):
             storage_report.report_code(label)
         if has_rule:

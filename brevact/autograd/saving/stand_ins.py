@@ -141,20 +141,21 @@ def carry_logs(func: Callable, args: tuple, kwargs: dict, tensors: list[Tensor],
     name = func.__name__
     if name in _LOGARITHMS:
         note_logs(out, Logs(like_of(out)))
-    pairs = [(x, logs) for x in tensors if x is not out and (logs := find_logs(x))] if adds or name in _MOVES else []
+    tensors, indices = (tensors, []) if adds else (tensors[: name in _MOVES], tensors[1:])
+    pairs = [(x, logs) for x in tensors if x is not out and (logs := find_logs(x))]
     if not pairs:
         return
     first = find_record(tensors[0])
     of_difference = first.less_sum if first is not None and name in _DIFFERENCES else None
     (x, logs), *others = pairs
     found: Logs | None = None
-    if of_difference is not None and of_difference.source == tuple(map(source_of, tensors)):
+    if of_difference is not None and not kwargs and of_difference.source == tuple(map(source_of, tensors)):
         found = of_difference._replace(like=like_of(out), source=())
     elif others or logs.kept is None:
         found = Logs(like_of(out))
     elif not adds:
         classes = x.shape[logs.dim], x.shape[logs.dim + 1 :].numel()
-        found = _moved(logs, classes, bound_call(func, args, kwargs), tensors[1:], out)
+        found = _moved(logs, classes, bound_call(func, args, kwargs), indices, out)
     elif out.shape == x.shape:
         found = logs._replace(like=like_of(out), logs=x.detach() if logs.logs is None else logs.logs)
     if found is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -72,8 +72,10 @@ class Recorder:
         self.withdrawn: set[int] = set()
         #: Addresses of storages that replace others, with the addresses of those others.
         self.replaced: dict[int, int] = {}
-        #: Rows of the tensors that compiled graphs save.
-        self.of_graphs: list[Any] = []
+        #: Rows of the tensors that the running compiled graph saves, and addresses of its inputs; None between graphs.
+        self.graph: tuple[list[Any], set[int]] | None = None
+        #: Whether one has run.
+        self.has_graphs = False
         #: The report's own saved-tensor hooks, which hand tensors on unchanged.
         self.hooks: tuple[Callable, Callable] | None = None
 
@@ -122,10 +124,16 @@ def report_code(label: str) -> None:
         _here.recorder.report_code(label)
 
 
-def report_graph(rows: list[Any]) -> None:
+@contextmanager
+def running_graph(rows: list[Any], inputs: Sequence[Any]) -> Iterator[None]:
     """Report to this thread's recorder, if any, that a compiled graph runs, which saves these tensors."""
-    if _here.recorder is not None:
-        _here.recorder.of_graphs += rows
+    recorder = Recorder() if _here.recorder is None else _here.recorder
+    recorder.op, recorder._why, recorder.has_graphs = "", OUT_OF_SIGHT, True
+    recorder.graph = [*rows], {storage_address(x) for x in inputs if isinstance(x, Tensor)}
+    try:
+        yield
+    finally:
+        recorder.graph = None
 
 
 def report_saved(kept: Saved, why: str) -> None:

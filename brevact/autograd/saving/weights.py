@@ -75,13 +75,6 @@ class ModelState:
         found = self._stored.get(address), self._derived.get(address)
         return any(known is not None and referent(known) is not None for known in found)
 
-    @staticmethod
-    def mark_activation(output: Tensor) -> None:
-        """Mark a layer's output as no weight, so that nobody has to walk the graph to find out."""
-        node: Any = output.grad_fn
-        if node is not None:
-            node.metadata[WEIGHT_NUMEL] = 0
-
     def mark_weight(self, output: Any, *, weight: bool) -> None:
         """Mark whether an op's result is a weight: on its graph node, or by its storage if it has none."""
         for x in tensors_of_call((output,), {}):

@@ -29,10 +29,6 @@ from torch import Tensor
 
 from brevact.private_names.of_torch import DisableFuncTorch, disable_modes
 
-LARGEST_SHAPE, SMALLEST_SHAPE = 4.0, 0.1
-LARGEST_END = 24.0
-"""Of (M / scale)^k: beyond M lies a share of exp(-24)."""
-
 SHAPE_NODES, END_NODES = 33, 9
 SHAPE_STEPS, END_STEPS = 4, 8
 SHAPES = (SHAPE_NODES - 1) * SHAPE_STEPS + 1
