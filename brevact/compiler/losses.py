@@ -15,7 +15,10 @@ from brevact.compiler import aten as table
 from brevact.compiler.aten import aten, prims
 from brevact.compiler.bits import stored_bits
 from brevact.compiler.joint_graph import JointGraph
-from brevact.compiler.nodes import behind, numel_of, packet_of, shape_of, value_of
+from brevact.compiler.nodes import behind, call_of, numel_of, packet_of, shape_of, value_of
+
+_MOST_COLORS = 3
+_LINEAR = table.ADDITIVE | table.OF_SIZES | {aten.mul, aten.div, prims.fma, aten.new_empty_strided}
 
 
 def save_gradients_of_loss(joint: JointGraph) -> None:
@@ -85,16 +88,19 @@ def _marked(joint: JointGraph, node: fx.Node) -> fx.Node:
 
 def _is_of_loss(joint: JointGraph, node: fx.Node) -> bool:
     value, settings = value_of(node), joint.settings_of([_marked(joint, node)])
-    if settings is None or settings.is_exact or settings.is_lossless or value is None:
+    if settings is None or settings.is_exact or settings.is_lossless:
         return False
     if packet_of(node) is aten.eq:
         return bool(node.args[1] == 0)  # which a tangent other than 0 leaves
+    if packet_of(call_of(node)) is aten.convolution_backward:  # by a window of images
+        _, image, weight, *_, wanted = call_of(node).args
+        return list(wanted) == [True, False, False] and shape_of(image)[1] <= _MOST_COLORS and weight not in joint.live
     others = [behind(each, table.MOVES) for each in node.all_input_nodes if each not in joint.gradients]
     weights = {each for each in others if each.op == "placeholder" and each in joint.live - joint.inputs}
     is_data = joint.activations.issuperset(others) and not weights  # the loss ends behind the layers
     is_of_rows = is_data and packet_of(node) in (aten.mm, aten.bmm)
-    is_linear = is_of_rows or packet_of(node) in table.ADDITIVE | {aten.mul, aten.div, prims.fma}
-    return is_linear and value.dtype in (torch.float32, torch.bfloat16, torch.float64)
+    is_linear = is_of_rows or packet_of(node) in _LINEAR
+    return is_linear and value is not None and value.dtype in (torch.float32, torch.bfloat16, torch.float64)
 
 
 def save_what_lacks_to_one(joint: JointGraph) -> None:

@@ -327,6 +327,18 @@ def _discrepancy(x: Tensor) -> Tensor:
     return similarity(x, x) - 2 * similarity(x, other)
 
 
+def _similarity(x: Tensor) -> Tensor:
+    """SSIM."""
+    turn = torch.linalg.qr(torch.randn(16, 16, generator=torch.Generator().manual_seed(2)))[0]
+    x = (activation(x - 6 * x.detach().sign()) @ turn).view(8, 1, 32, 32) / 10 + 0.5
+    other = x.detach() + 0.01 * torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+    means, squares, products = (F.conv2d(y, torch.ones(1, 1, 7, 7) / 49) for y in (x, x * x, x * other))
+    of_other, other_squares = (F.conv2d(y, torch.ones(1, 1, 7, 7) / 49) for y in (other, other * other))
+    found = (2 * means * of_other + 1e-4) / (means**2 + of_other**2 + 1e-4)
+    found = found * (2 * (products - means * of_other) + 9e-4)
+    return -(found / (squares - means**2 + other_squares - of_other**2 + 9e-4)).mean()
+
+
 def _wide_rows(x: Tensor) -> Tensor:
     """Rows of a layer, one number of which is far larger than the others."""
     generator = torch.Generator().manual_seed(1)
@@ -361,6 +373,7 @@ SURE = {
     "the same written out": lambda x: (_near(x).softmax(1) * (_near(x).log_softmax(1) - x.log_softmax(1))).sum(),
     "pairs of embeddings": _pairs,
     "discrepancy": _discrepancy,
+    "similarity of images": _similarity,
     "divergence to probabilities": lambda x: F.kl_div(_near(x).log_softmax(1), x.softmax(1), reduction="sum"),
     "cosine similarity": lambda x: (1 - F.cosine_similarity(x, _near(x))).mean(),
 }

@@ -379,8 +379,13 @@ def _may_be_near_zero(x: Tensor) -> bool:
 
 
 def is_image(x: Tensor) -> bool:
-    """Return whether a tensor has up to three channels of maps: small beside a network's, and near a target."""
-    return x.dim() == 4 and x.shape[1] <= 3 and min(x.shape[2:]) >= _LEAST_IMAGE
+    """Return whether a tensor has up to three channels of maps: small beside a network's, and near a target.
+
+    Heads of attention are views, or casts of these.
+    """
+    if x.dim() != 4 or x.shape[1] > 3 or min(x.shape[2:]) < _LEAST_IMAGE or x._is_view():
+        return False
+    return x.grad_fn is None or x.grad_fn.name() != "ToCopyBackward0"
 
 
 def _exponential(region: Region, func: Callable, input: Tensor) -> Any:
