@@ -182,9 +182,8 @@ torch.nn.modules.module._has_any_global_hook = has_foreign_global_hook
 
 dynamo_config = find("torch._dynamo.config")
 fx_traceback = find("torch.fx.traceback")
-annotate = find(
-    "torch.fx.traceback.annotate"
-)  #: Context in which nodes that are traced get entries of `meta["custom"]`.
+#: Context in which nodes that are traced get entries of `meta["custom"]`.
+annotate = find("torch.fx.traceback.annotate")
 #: Dynamo's classes of variables: of any, of frozen dataclasses, methods and modes.
 VariableTracker = find("torch._dynamo.variables.base.VariableTracker")
 #: Name of the method that reads an attribute: PyTorch 2.15 has renamed it.

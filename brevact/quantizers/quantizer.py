@@ -141,10 +141,7 @@ class GridQuantizer(Quantizer):
             _from_levels(values, geometry, grid)
             limit = min(torch.finfo(target.dtype).max, torch.finfo(torch.float32).max)
             values, flat = values.clamp_(-limit, limit).to(target.dtype), kernel_ops.flat_memory(target, geometry.numel)
-            if other is None:
-                flat.copy_(values)
-            else:
-                torch.mul(values, kernel_ops.flat_memory(other, geometry.numel), out=flat)
+            flat.copy_(values if other is None else values.mul_(kernel_ops.flat_memory(other, geometry.numel)))
 
 
 def _to_levels(flat: Tensor, geometry: Geometry, grid: Grid) -> Tensor:
