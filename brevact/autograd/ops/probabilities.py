@@ -48,6 +48,7 @@ from brevact.autograd.ops.op import UNBIASED, Op, Saves, Stored, everywhere
 from brevact.autograd.region.settings import BackwardSettings
 from brevact.autograd.saving.saved import Region, Saved
 from brevact.autograd.saving.stand_ins import Logs, find_logs, like_of, note_logs, source_of
+from brevact.autograd.saving.storages import record_of
 from brevact.autograd.saving.store import keep_exact, keep_places
 from brevact.private_names.of_torch import softmax_backward
 from brevact.quantizers import Rounding, UniformQuantizer
@@ -173,7 +174,7 @@ def keep_factor_of_logs(region: Region, t: Tensor, x: Tensor, *, is_even: bool =
     found, settings = find_logs(x), region.settings
     if found is None or region.is_weight(t) or (t.is_leaf and t.requires_grad):
         return None
-    if found.kept is None or found.source:
+    if found.kept is None:
         return keep_exact(t)  # its errors would be divided by the logarithm's argument
     if t.shape != x.shape or not (settings.derives_curved or (is_even and settings.derives)):
         return None
@@ -251,8 +252,10 @@ def _logsumexp(region: Region, func: Callable, input: Tensor, dim: Any, keepdim:
         kept = _keep_probabilities(finer, p, *places) if len(places) == 1 else (finer.keep(p, share=False),)
         save(ctx, *kept)
         is_of_classes = keepdim and len(places) == 1
-        whole = function_of(_Whole(places[0]), kept, x, is_pointwise=False) if is_of_classes else None
-        note_logs(out, Logs(like_of(out), places[0], whole, readers, source=source_of(x)))
+        source, record = source_of(x), record_of(x)
+        if is_of_classes and record is not None:
+            record.of_sum = {source: function_of(_Whole(places[0]), kept, x, is_pointwise=False)}
+        note_logs(out, Logs(like_of(out), places[0], readers=readers, source=source))
         return out
 
     def gradients(needs: tuple[bool, ...], grad: Tensor, *kept: Any) -> tuple[Any, ...]:

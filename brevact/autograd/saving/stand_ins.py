@@ -88,7 +88,7 @@ class Logs(NamedTuple):
 
     ``kept``: saved form of the probabilities along ``dim``; None for a logarithm of anything else. ``readers``: empty
     if log-softmax alone reads these. ``logs``: the log-softmax, if it is not the tensor itself. ``source``: what a
-    log-sum-exp is of.
+    log-sum-exp is of, whose record holds the probabilities: the sum may outlive the step.
     """
 
     like: tuple[torch.Size, tuple[int, ...]]
@@ -119,7 +119,7 @@ def find_logs(x: Tensor) -> Logs | None:
     found: Logs | None = None if record is None else record.logs
     if found is None or x._version or (found.logs is not None and found.logs._version):
         return None
-    if found.kept is None or found.source or found.like == like_of(x):
+    if found.kept is None or found.like == like_of(x):
         return found
     shape, stride = found.like
     dims = [d for d in range(x.dim()) if (x.shape[d], x.stride(d)) == (shape[found.dim], stride[found.dim])]
@@ -147,8 +147,9 @@ def carry_logs(func: Callable, args: tuple, kwargs: dict, tensors: list[Tensor],
     (x, logs), *others = pairs
     found: Logs | None = None
     if name in _DIFFERENCES and not kwargs and logs.source and logs.source == source_of(tensors[0]):
-        found = Logs(like_of(out), logs.dim, logs.kept, logs.readers)
-    elif others or logs.kept is None or logs.source:
+        record = find_record(tensors[0])
+        found = Logs(like_of(out), logs.dim, record and record.of_sum.get(logs.source), logs.readers)
+    elif others or logs.kept is None:
         found = Logs(like_of(out))
     elif not adds:
         size, inner = x.shape[logs.dim], x.shape[logs.dim + 1 :].numel()

@@ -52,6 +52,7 @@ class Record:
         saturates: whether the tensor is a saturating output.
         carried: the saturating outputs that the tensor is a function of.
         logs: the log-probabilities that the tensor is a sum of (``stand_ins.Logs``).
+        of_sum: the probabilities of the last log-sum-exp of the storage, by its source.
         copied: bytes of the copies that were made of small views.
         is_made: whether integers in the storage were made by a region's op.
         ends: of packed codes, a weak reference to what saves their first bits, and its hooks (``integer_codes``).
@@ -70,6 +71,7 @@ class Record:
     copied, place = 0, -1
     carried: Tensors = ()
     logs: Any = None
+    of_sum: dict[Any, Any] = {}  # noqa: RUF012
 
 
 def find_record(x: Tensor) -> Record | None:
