@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import math
 
 import pytest
@@ -220,6 +221,22 @@ def test_functions_of_logarithms_by_keyword_have_the_plain_gradient(name):
     target = (x + torch.randn(512, 32)).softmax(1)
     (_, want), (_, got) = run_loss(loss, x, None), run_loss(loss, x, settings(bit_width=8))
     assert (got - want).norm() < 0.1 * want.norm()
+
+
+def test_a_kept_log_sum_exp_keeps_no_codes():
+    def count() -> int:
+        gc.collect()
+        return sum(type(each) is Tensor and each.dtype is torch.uint8 for each in gc.get_objects())
+
+    before, leaf = count(), torch.randn(512, 64, requires_grad=True)
+    with region(settings(bit_width=4)):
+        x = leaf * 2
+        of_rows = x.logsumexp(1, keepdim=True)
+        loss = ((x - of_rows) * leaf.detach().softmax(1)).sum()
+    assert count() > before
+    loss.backward()
+    del x, loss
+    assert count() == before and of_rows.shape == (512, 1)
 
 
 @pytest.mark.parametrize("margin", [0, 6])
