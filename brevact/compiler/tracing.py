@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from brevact.compiler import FULL_PRECISION, MARK, marks
 from brevact.compiler.results import watch_graph
@@ -25,6 +25,7 @@ from brevact.private_names.of_torch import (
     MethodVariable,
     VariableTracker,
     annotate,
+    call_module,
     fx_traceback,
     skipped_by_dynamo,
 )
@@ -169,7 +170,7 @@ def leave(tx: Any, *others: Any) -> Any:
     return VariableTracker.build(tx, tx.output.brevact_stacks.pop().close())
 
 
-_in_place_of[nn.Module._call_impl] = _call_module
+_in_place_of[call_module] = _call_module
 _call_method = MethodVariable.call_function
 
 

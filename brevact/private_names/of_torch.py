@@ -184,6 +184,7 @@ dynamo_config = find("torch._dynamo.config")
 fx_traceback = find("torch.fx.traceback")
 #: Context in which nodes that are traced get entries of `meta["custom"]`.
 annotate = find("torch.fx.traceback.annotate")
+call_module = find("torch.nn.Module._call_impl")
 #: Dynamo's classes of variables: of any, of frozen dataclasses, methods and modes.
 VariableTracker = find("torch._dynamo.variables.base.VariableTracker")
 #: Name of the method that reads an attribute: PyTorch 2.15 has renamed it.
