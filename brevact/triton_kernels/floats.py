@@ -20,7 +20,7 @@ _UNIT_2_100 = tl.constexpr(2.0**100)
 _UNIT_2_7, _UNIT_2_7_BITS = tl.constexpr(128.0), tl.constexpr(0x43000000)
 """2^7, where the last bit of a float is 2^-16."""
 
-_SIGN = tl.constexpr(-(2**31))
+_SIGN, _ONE_BITS = tl.constexpr(-(2**31)), tl.constexpr(0x3F800000)
 _BEND, _STRETCH, _FAR = tl.constexpr(BEND), tl.constexpr(STRETCH), tl.constexpr(FAR)
 
 
@@ -179,11 +179,13 @@ def settle(x, dtype: tl.constexpr):
 @triton.jit
 def parts_of(divisor):
     """A power of two, the divisor times it, and the inverse of this product, for :func:`quotient_to_clip`."""
-    exponent = (divisor.to(tl.int32, bitcast=True) >> 23) & 0xFF
+    bits = divisor.to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) & 0xFF
     power = ((254 - tl.minimum(tl.maximum(exponent, 1), 253)) << 23).to(tl.float32, bitcast=True)
     near = divisor * power  # of size 1 to 4, and 2^-23 to 1 for subnormal divisors
     power = tl.where(near == 0.0, float("inf"), tl.where(tl.abs(near) == float("inf"), 0.0, power))
-    near = tl.where((near == 0.0) | (tl.abs(near) == float("inf")), 1.0, near)
+    one = ((bits & _SIGN) | _ONE_BITS).to(tl.float32, bitcast=True)
+    near = tl.where((near == 0.0) | (tl.abs(near) == float("inf")), one, near)
     return power, near, tl.div_rn(tl.zeros_like(near) + 1.0, near)
 
 

@@ -84,7 +84,7 @@ def _divide_kernel(x_ptr, divisor_ptr, y_ptr, N: tl.constexpr, RECTIFIES: tl.con
 
 
 _LARGEST = torch.finfo(torch.float32).max
-_ODD_DIVISORS = (0.0, torch.inf, torch.nan, 1e-45, 1.1e-38, _LARGEST, 1.9999999, 1.0000001, -0.3)
+_ODD_DIVISORS = (0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-45, 1.1e-38, _LARGEST, 1.9999999, 1.0000001, -0.3)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
