@@ -143,9 +143,6 @@ def fake_quantize_kernel(
                     t = _shifted(v, scale, zero, dtype)
                     r = rint(t)
                 q = _clipped(r, lowest, highest)
-                tl.store(plane_of(out_ptr, i, at, BLOCK), cast(settle(q - zero, dtype) * scale, dtype), mask=valid)
-                if values_ptr is not None:
-                    tl.store(plane_of(values_ptr, i, at, BLOCK), cast(v, dtype), mask=valid)
                 if codes_ptr is not None:
                     code = nearest_int(tl.where(q == q, q - lowest, spare))
                     if RAGGED:
@@ -167,6 +164,9 @@ def fake_quantize_kernel(
                     if RAGGED:
                         code = tl.where(valid, code, 0)
                     residuals += (code,)
+                tl.store(plane_of(out_ptr, i, at, BLOCK), cast(settle(q - zero, dtype) * scale, dtype), mask=valid)
+                if values_ptr is not None:
+                    tl.store(plane_of(values_ptr, i, at, BLOCK), cast(v, dtype), mask=valid)
             if codes_ptr is not None:
                 store_codes(codes_ptr, codes, at, BLOCK, BIT_WIDTH, RAGGED)
             if mask_ptr is not None:
