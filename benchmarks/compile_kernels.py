@@ -311,7 +311,7 @@ def _integer_launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
     stores = {"decode_integers": (8,), "fake_quantize": (8, 8, 16), "fake_quantize_backward": (8, 8, 24)}
     loads = {"decode_integers": (0,), "fake_quantize": (8, 8, 8), "fake_quantize_backward": (8, 8, 16)}
     for place, launch in enumerate(launches):
-        wide = x.itemsize == 4 or (inner % 64 == 0 and variant.operation == "decode_integers")  # else 64 bits
+        wide = inner % 64 == 0 and (x.itemsize == 4 or variant.operation == "decode_integers")  # else fewer bits
         yield launch, wide * loads[variant.operation][place], wide * stores[variant.operation][place]
 
 

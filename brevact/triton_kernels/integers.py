@@ -343,7 +343,7 @@ def _program(
     aligned = plan.inner % (DEFAULT_BLOCK // 8) == 0
     itemsize = dtype.itemsize if kernel is decode_integers_kernel else 4  # more elements a thread take 200 registers
     if any(numbers) and not aligned:
-        itemsize = 4 if dtype is torch.float32 else 8  # the groups of more elements a thread could spill
+        itemsize = 8  # the groups of more elements a thread spill
     values = {
         **plan._asdict(),
         **{name.upper(): getattr(plan, name) for name in ("rectifies", "clips", "has_spare")},
