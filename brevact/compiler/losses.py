@@ -98,7 +98,7 @@ def _is_of_loss(joint: JointGraph, node: fx.Node) -> bool:
     others = [behind(each, table.MOVES) for each in node.all_input_nodes if each not in joint.gradients]
     weights = {each for each in others if each.op == "placeholder" and each in joint.live - joint.inputs}
     is_data = joint.activations.issuperset(others) and not weights  # the loss ends behind the layers
-    is_of_rows = is_data and packet_of(node) in (aten.mm, aten.bmm)
+    is_of_rows = is_data and packet_of(node) in (aten.mm, aten.bmm) and joint.output not in node.users  # no weight's
     is_linear = is_of_rows or packet_of(node) in _LINEAR
     return is_linear and value is not None and value.dtype in (torch.float32, torch.bfloat16, torch.float64)
 

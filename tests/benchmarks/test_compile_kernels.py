@@ -43,7 +43,7 @@ HALF_RATE = {
     "stretched_dequantize": 11,
     "look_up": 9,
     "fake_quantize": 39,
-    "fake_quantize_backward": 23,
+    "fake_quantize_backward": 24,
 }
 """The most instructions an element that run at half rate: bfloat16, 4 bits, buckets of 512, fake quantization's one
 scale, with residuals of 2 bits.
