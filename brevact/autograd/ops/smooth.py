@@ -40,6 +40,7 @@ from brevact.autograd.ops.norm_formulas import are_rows, keep_by_rows
 from brevact.autograd.ops.op import UNBIASED, Op, Saves, Stored, everywhere
 from brevact.autograd.ops.vector_norms import EMBEDDING_BITS
 from brevact.autograd.saving.saved import Region, Saved
+from brevact.autograd.saving.stand_ins import saturates
 from brevact.autograd.saving.storages import find_record, is_offered, record_of
 from brevact.autograd.saving.store import keep_mask, keep_small, reported
 from brevact.quantizers import PointFunction
@@ -346,11 +347,12 @@ def keep_square(region: Any, func: Callable, input: Any, *exponent: float) -> An
         return NotImplemented
     if is_image(input):
         return region.hooks.run_exactly(func, (input, *exponent), {})
-    is_product, turns, has_rows = _is_product(region, input), _is_probability(input), are_rows(input.shape, (-1,))
+    is_product, may_be_sure = _is_product(region, input), _is_probability(input)
+    has_rows = are_rows(input.shape, (-1,))
     runner = region.hooks if input.dtype is torch.float32 else region.torch_runner(input)  # autocast copies others
-    is_plain = not (turns or is_product or runner is None)
+    is_plain = not (may_be_sure or is_product or runner is None)
     is_difference = is_plain and _may_be_near_zero(input)
-    if not (turns or is_product or is_difference or has_rows):
+    if not (may_be_sure or is_product or is_difference or has_rows):
         return NotImplemented
     if is_difference or (is_plain and _may_be_held(region, input)):
         kept = keep_by_rows(region, input, (-1,)) if has_rows else region.keep(input)
@@ -362,8 +364,8 @@ def keep_square(region: Any, func: Callable, input: Any, *exponent: float) -> An
     def run(ctx: Any, x: Tensor) -> Tensor:
         # Of a product, whose factors' gradients read the square's, the errors must not be those of its factors. The
         # gradient of a sure probability cancels that of linear terms, as in a Dice loss.
-        own = with_bits(region, EMBEDDING_BITS) if turns else region
-        save(ctx, own.keep(x, share=False) if turns or is_product else keep_by_rows(region, x, (-1,)))
+        own = with_bits(region, EMBEDDING_BITS) if may_be_sure else region
+        save(ctx, own.keep(x, share=False) if may_be_sure or is_product else keep_by_rows(region, x, (-1,)))
         return func(x, *exponent)
 
     return region.apply(Formula, run, lambda needs, grad, kept: (kept.multiply(grad).mul_(2.0),), input)
@@ -397,7 +399,7 @@ def _exponential(region: Region, func: Callable, input: Tensor) -> Any:
         return NotImplemented
     record = find_record(input)
     carried = () if record is None else record.carried
-    squared = [x for x in carried if not getattr(find_record(x), "saturates", True)]
+    squared = [x for x in carried if not saturates(x)]
     if input.dim() != 2 and not squared:
         return NotImplemented
     keep = with_bits(region, EMBEDDING_BITS).keep

@@ -215,8 +215,7 @@ def _track(
     is_tracked = any_tracked(tensors)
     if not (row.overwrites or is_tracked):
         return
-    is_sum = func.__name__ == "sum" and tensors[0].numel() <= _MOST_SUMMED * result.numel()
-    if is_tracked == 2 and (row.is_pointwise or is_sum):
+    if is_tracked == 2 and (row.is_pointwise or _is_short_sum(func, tensors, result)):
         carry(tensors, result)
     adds = row.kind is Kind.SUM or (row.kind is Kind.BILINEAR and len(tensors) == 1)
     carry_logs(func, args, kwargs, tensors, result, adds=adds)
@@ -240,6 +239,10 @@ def _track(
     if operands is None:
         return
     track_derived(region, out_of_place(func), args, kwargs, result, operands, row.kind)
+
+
+def _is_short_sum(func: Callable, tensors: list[Tensor], result: Tensor) -> bool:
+    return func.__name__ == "sum" and tensors[0].numel() <= _MOST_SUMMED * result.numel()
 
 
 def _call_norm_aside(region: Any, row: Op, func: Callable, args: tuple, kwargs: dict) -> Any:

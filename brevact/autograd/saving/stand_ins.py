@@ -61,6 +61,12 @@ def offer(x: Tensor, stored: SavedByHook, inverses: tuple[BoundCall, ...] = (), 
         record.saturates = record.saturates or saturates
 
 
+def saturates(x: Tensor) -> bool:
+    """Return whether an offered output may saturate; one without a record was written since."""
+    record = find_record(x)
+    return record is None or record.saturates
+
+
 def carry(tensors: list[Tensor], out: Any) -> None:
     """Let a function of saturating outputs and constants hold these outputs as long as it lives."""
     if type(out) is not Tensor or out.is_inference() or out.layout is not torch.strided:
@@ -76,7 +82,7 @@ def carry(tensors: list[Tensor], out: Any) -> None:
         if not carried:
             return
         found |= {each.untyped_storage()._cdata: each for each in carried}
-    is_one = len(found) == 1 or not any(getattr(find_record(x), "saturates", True) for x in found.values())
+    is_one = len(found) == 1 or not any(map(saturates, found.values()))
     if 1 <= len(found) <= _MOST_CARRIED and is_one and out.untyped_storage()._cdata not in found:
         record = record_of(out)
         if record is not None:
@@ -141,7 +147,9 @@ def carry_logs(func: Callable, args: tuple, kwargs: dict, tensors: list[Tensor],
     name = func.__name__
     if name in _LOGARITHMS:
         note_logs(out, Logs(like_of(out)))
-    tensors, indices = (tensors, []) if adds else (tensors[: name in _MOVES], tensors[1:])
+    if not (adds or name in _MOVES):
+        return
+    tensors, indices = (tensors, []) if adds else (tensors[:1], tensors[1:])
     pairs = [(x, logs) for x in tensors if x is not out and (logs := find_logs(x))]
     if not pairs:
         return
