@@ -80,8 +80,7 @@ def _clipped(r, lowest, highest):
 
 
 @triton.jit
-def _passes(x, r, lowest, highest, RECTIFIES: tl.constexpr, CLIPS: tl.constexpr):
-    q = _clipped(r, lowest, highest)
+def _passes(x, r, q, RECTIFIES: tl.constexpr, CLIPS: tl.constexpr):
     if CLIPS and RECTIFIES:
         cut = (q < r) | (q > r) | (x <= 0.0)
     elif CLIPS:
@@ -151,7 +150,7 @@ def fake_quantize_kernel(
                 if missing_ptr is not None:
                     missing += (tl.where(valid, q, 0.0) if RAGGED else q) * 0.0  # NaN where one is
                 if mask_ptr is not None or residual_ptr is not None:
-                    passes = _passes(x, r, lowest, highest, RECTIFIES, CLIPS)
+                    passes = _passes(x, r, q, RECTIFIES, CLIPS)
                     if RAGGED:
                         passes = passes & valid
                 if mask_ptr is not None:
@@ -222,7 +221,8 @@ def fake_quantize_backward_kernel(
                     if RECTIFIES:
                         v = tl.where(x < 0.0, 0.0, x)
                     r = rint(_shifted(v, scale, zero, dtype))
-                    clipped = tl.where(_passes(x, r, lowest, highest, RECTIFIES, CLIPS), through, 0.0)
+                    integer = _clipped(r, lowest, highest)
+                    clipped = tl.where(_passes(x, r, integer, RECTIFIES, CLIPS), through, 0.0)
                 elif residual_ptr is not None:
                     code_of_residual = unpack_code(residuals, i, WIDTH).to(tl.int32)
                     left = settle(tl.load(levels_ptr + code_of_residual), dtype)
@@ -233,7 +233,7 @@ def fake_quantize_backward_kernel(
                 tl.store(target_ptr + pointers, cast(quotient, dtype), mask=valid)
                 if LEARNS:
                     if AGAIN:
-                        q = settle(_clipped(r, lowest, highest) - zero, dtype)
+                        q = settle(integer - zero, dtype)
                         steps = settle(tl.div_rn(x, tl.zeros_like(x) + scale), dtype)
                     else:  # where not clipped, x / s - q in place of x / s, and NaN or 0 in place of q
                         q = settle(_integer(codes, i, lowest, BIT_WIDTH, HAS_SPARE) - zero, dtype)
@@ -249,7 +249,7 @@ def fake_quantize_backward_kernel(
                         more_sums += tl.where(valid, widen(more), 0.0)
                 if ZERO_LEARNS:
                     if AGAIN and RECTIFIES:
-                        clipped = tl.where(_passes(x, r, lowest, highest, False, CLIPS), through, 0.0)
+                        clipped = tl.where(_passes(x, r, integer, False, CLIPS), through, 0.0)
                     if zero_terms_ptr is not None:
                         tl.store(zero_terms_ptr + pointers, cast(through * -1.0, dtype), mask=valid)
                         tl.store(more_zero_terms_ptr + pointers, cast(clipped, dtype), mask=valid)
