@@ -10,7 +10,7 @@ MODEL is a name or a group (`--list` has both). A policy is "plain" or "checkpoi
 "compile:0.3+DEFAULT" (with a policy; its step is a multiple of the compiled one), "fit:30x" (brevact.fit), or words
 such as DEFAULT, StochBackward2bit and DitherBackward8bit:recompute=1024.
 
-bytes: distinct storages that autograd keeps for backward, without weights and batch.
+bytes: distinct storages that autograd keeps, without weights; of checkpoints and compiled steps without the batch, too.
 peak: the most bytes that PyTorch allocates in a step, and the growth of a fresh process over four steps.
 time: of a step as a multiple of the plain one, median and quartiles of pairs that take turns; one thread a process,
     whose processor time is counted.

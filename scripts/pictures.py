@@ -6,6 +6,7 @@ python -m scripts.figures && python -m scripts.pictures
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 
 import matplotlib
@@ -117,14 +118,17 @@ def trained() -> Figure:
     for axis, name in zip(axes, names, strict=True):
         found = [(policy, row) for (model, policy), row in rows.items() if model == name and row.get("noise")]
         errors = sorted((max(float(row["noise"]) + float(row["bias"]), 1e-5), policy) for policy, row in found)
+        scale, last = 170 / math.log(errors[-1][0] / errors[0][0]), {"left": -9.0, "right": -9.0}  # points
         for at, (error, policy) in enumerate(errors):
             less = float(rows[name, policy]["kept_less"])
             axis.plot(less, error, "o", markersize=4, color="C3" if policy == "DEFAULT" else "C0")
             label = policy.replace("Backward", " ").replace("fit:bytes=DEFAULT", "fit")
-            place, align = (((-5, -2), "right"), ((5, -2), "left"), ((5, 6), "left"))[at % 3]  # neighbours in turns
+            align, height = ("right", "left")[at % 2], scale * math.log(error / errors[0][0])
+            last[align] = max(height, last[align] + 8)  # neighbours stand on both sides, and apart
+            place = (5 if align == "left" else -5, last[align] - height - 2)
             axis.annotate(label, (less, error), place, textcoords="offset points", fontsize=7, ha=align)
         axis.set(title=name, yscale="log", xlabel="times less kept", ylabel="noise + bias²")
-        axis.margins(x=0.3)
+        axis.margins(x=0.3, y=0.1)
     return figure
 
 
