@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"--{name} {getattr(options, name)}: use at least 2")
     if options.list or not (options.models or options.all):
         for group, models in GROUPS.items():
-            print(f"{group}: {', '.join(models)}")
+            print(f"{group}: {'; '.join(models)}")
         return 0
     cases = [(name, tuple(options.policies), options.measure) for names in options.models for name in names]
     if options.all:
