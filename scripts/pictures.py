@@ -143,7 +143,7 @@ def formats() -> Figure:
     for kind, places in found.items():
         axis.plot(*zip(*places, strict=True), "o", markersize=4, label=kind)
     axis.set(xlabel="bits per element", ylabel="relative error on a network's tensors", yscale="log")
-    axis.legend()
+    axis.legend(loc="lower left")
     return figure
 
 
