@@ -4,6 +4,7 @@
 # make test-trainers    the full crosses, with the trainers that brevact.trainers is for
 # make test-all test and test-trainers
 # make test-versions  the test suite in new environments, with the oldest, the pinned and the newest torch
+# make coverage  the test suite, and the part of each package's statements that it runs
 # make lint     ruff (rules and format) and mypy
 # make docs     the documentation as a site in site/; a broken link or anchor fails it
 # make picture  refresh docs/demo.png from a new demo run
@@ -21,7 +22,7 @@ WORKERS ?= 2
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo picture test test-exhaustive test-trainers test-all test-versions lint docs
+.PHONY: help demo picture test test-exhaustive test-trainers test-all test-versions coverage lint docs
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -48,6 +49,13 @@ test-all: $(VENV)/.trainers-ready
 
 test-versions: $(VENV)/.dev-ready
 	$(RUN) -m nox
+
+coverage: $(VENV)/.coverage-ready
+	$(RUN) -m pytest -q -n $(WORKERS) --dist worksteal --cov --cov-report=
+	@$(RUN) -m coverage report | awk '/^brevact/ { n = split($$1, part, "/"); name = n > 2 ? part[2] : "(brevact)"; \
+		all[name] += $$2; missed[name] += $$3 } END { for (name in all) printf "%-16s %5d statements, %5.1f %% run\n", \
+		name, all[name], 100 * (1 - missed[name] / (all[name] + !all[name])) }' | sort
+	@$(RUN) -m coverage report --format=total
 
 lint: $(VENV)/.dev-ready
 	$(RUN) -m ruff check .

@@ -10,7 +10,7 @@ MODEL is a name or a group (`--list` has both). A policy is "plain" or "checkpoi
 "compile:0.3+DEFAULT" (with a policy; its step is a multiple of the compiled one), "fit:30x" (brevact.fit), or words
 such as DEFAULT, StochBackward2bit and DitherBackward8bit:recompute=1024.
 
-bytes: distinct storages that autograd keeps for backward, without weights and batch.
+bytes: distinct storages that autograd keeps, without weights; of checkpoints and compiled steps without the batch, too.
 peak: the most bytes that PyTorch allocates in a step, and the growth of a fresh process over four steps.
 time: of a step as a multiple of the plain one, median and quartiles of pairs that take turns; one thread a process,
     whose processor time is counted.
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"--{name} {getattr(options, name)}: use at least 2")
     if options.list or not (options.models or options.all):
         for group, models in GROUPS.items():
-            print(f"{group}: {', '.join(models)}")
+            print(f"{group}: {'; '.join(models)}")
         return 0
     cases = [(name, tuple(options.policies), options.measure) for names in options.models for name in names]
     if options.all:

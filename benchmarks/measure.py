@@ -129,7 +129,7 @@ def run(step: Step) -> None:
 
 
 def kept_bytes(step: Step, policy: str) -> int:
-    """Bytes of the distinct storages that autograd keeps for backward, without weights and batch."""
+    """Bytes of the distinct storages that autograd keeps for backward, without weights; the hooks omit the batch."""
     if policy != CHECKPOINT and not _is_compiled(policy):
         report = brevact.memory_report(step.model, step.batch, getattr(step.loss, "loss", step.loss))
         return report.plain_bytes if policy == PLAIN else report.saved_bytes

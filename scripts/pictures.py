@@ -6,6 +6,7 @@ python -m scripts.figures && python -m scripts.pictures
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 
 import matplotlib
@@ -20,9 +21,9 @@ from scripts import figures
 FOLDER = figures.DOCS / "pictures"
 
 
-def _figure(panels: int, height: float, width: float = 10) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, [figure.add_subplot(1, panels, at + 1) for at in range(panels)]
+def _figure(panels: int, height: float, rows: int = 1, **ratios: Sequence[float]) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(10, height), layout="constrained")
+    return figure, list(figure.subplots(rows, -(-panels // rows), squeeze=False, **ratios).flat)
 
 
 def _bars(panels: dict[str, dict[str, dict[str, float]]], lines_at: float | None = None) -> Figure:
@@ -43,8 +44,8 @@ def _bars(panels: dict[str, dict[str, dict[str, float]]], lines_at: float | None
         axis.margins(x=0.2)
         axis.xaxis.set_major_locator(MaxNLocator(4))
         if lines_at is not None:
-            axis.axvline(lines_at, color="gray", linewidth=0.8)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(ways), fontsize=8)
+            axis.axvline(lines_at, color="lightgray", linewidth=0.8, zorder=0)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=len(ways), fontsize=8)
     return figure
 
 
@@ -97,11 +98,11 @@ def models() -> Figure:
         names = [name for name in models_of(group) if (name, "DEFAULT") in rows]
         values = sorted((float(rows[name, "DEFAULT"]["kept_less"]), name) for name in names)
         axis.plot([value for value, _ in values], "o", markersize=4, label=group)
-        for at, place, align in ((0, (4, 6 if group == "small" else -11), "left"), (-1, (-4, 6), "right")):
+        for at, place, align in ((0, (-5, 1 if group == "small" else -8), "right"), (-1, (5, -3), "left")):
             value, name = values[at]
             axis.annotate(name, (at % len(values), value), place, textcoords="offset points", ha=align)
     axis.set(yscale="log", ylabel="times less kept", xlabel="models of a group, sorted", yticks=(2, 5, 10, 20, 40))
-    axis.margins(y=0.1)
+    axis.margins(x=0.22, y=0.1)
     axis.yaxis.set_major_formatter("{x:g}")
     axis.yaxis.set_minor_formatter("")
     axis.legend()
@@ -113,17 +114,21 @@ def trained() -> Figure:
     rows = figures.bench(figures.read("bench"))
     names = models_of(figures.TABLES["trained"].models)
     names = [name for name in names if (name, "DEFAULT") in rows]
-    figure, axes = _figure(len(names), 4, 3.6 * len(names))
+    figure, axes = _figure(len(names), 7, rows=2)
     for axis, name in zip(axes, names, strict=True):
-        for policy in [policy for model, policy in rows if model == name and rows[model, policy].get("noise")]:
-            row = rows[name, policy]
-            error = max(float(row["noise"]) + float(row["bias"]), 1e-5)
-            axis.plot(float(row["kept_less"]), error, "o", markersize=4, color="C3" if policy == "DEFAULT" else "C0")
+        found = [(policy, row) for (model, policy), row in rows.items() if model == name and row.get("noise")]
+        errors = sorted((max(float(row["noise"]) + float(row["bias"]), 1e-5), policy) for policy, row in found)
+        scale, last = 170 / math.log(errors[-1][0] / errors[0][0]), {"left": -9.0, "right": -9.0}  # points
+        for at, (error, policy) in enumerate(errors):
+            less = float(rows[name, policy]["kept_less"])
+            axis.plot(less, error, "o", markersize=4, color="C3" if policy == "DEFAULT" else "C0")
             label = policy.replace("Backward", " ").replace("fit:bytes=DEFAULT", "fit")
-            axis.annotate(label, (float(row["kept_less"]), error), (3, 2), textcoords="offset points", fontsize=6)
-        axis.set(title=name, yscale="log", xlabel="times less kept")
-        axis.margins(x=0.2)
-    axes[0].set_ylabel("noise + bias², variance between minibatches is 1")
+            align, height = ("right", "left")[at % 2], scale * math.log(error / errors[0][0])
+            last[align] = max(height, last[align] + 8)  # neighbours stand on both sides, and apart
+            place = (5 if align == "left" else -5, last[align] - height - 2)
+            axis.annotate(label, (less, error), place, textcoords="offset points", fontsize=7, ha=align)
+        axis.set(title=name, yscale="log", xlabel="times less kept", ylabel="noise + bias²")
+        axis.margins(x=0.3, y=0.1)
     return figure
 
 
@@ -138,7 +143,7 @@ def formats() -> Figure:
     for kind, places in found.items():
         axis.plot(*zip(*places, strict=True), "o", markersize=4, label=kind)
     axis.set(xlabel="bits per element", ylabel="relative error on a network's tensors", yscale="log")
-    axis.legend()
+    axis.legend(loc="lower left")
     return figure
 
 
@@ -154,13 +159,14 @@ def quantizers() -> Figure:
 def studies() -> Figure:
     """Differences of accuracy: intervals of six pairs and more, and the pairs of short studies one by one."""
     rows = figures.read("studies")
-    figure, (left, right) = _figure(2, 4)
+    figure, (left, right) = _figure(2, 4, width_ratios=(2, 3))
     long = [each for each in comparisons(rows) if each.accuracy.half_width >= 0 and each.against == FULL_PRECISION]
     for at, each in enumerate(long):
         left.errorbar(each.accuracy.mean, at, xerr=each.accuracy.half_width, fmt="o", capsize=3)
     left.set_yticks(range(len(long)), [f"{each.policy}, {each.pairs} pairs" for each in long])
     left.axvline(0, color="gray", linewidth=0.8)
-    left.set_xlabel("accuracy, points above full precision; 95 % intervals")
+    left.margins(y=0.3)
+    left.set_xlabel("accuracy, points; 95 % intervals")
     kind = ("5000", "efficientnetv2", "")
     short = [row for row in rows if (row["train_size"], row["recipe"], row["settings"]) == kind]
     plain = {row["seed"]: float(row["test_accuracy"]) for row in short if row["policy"] == FULL_PRECISION}
