@@ -3,7 +3,8 @@
     python -m benchmarks.compile_kernels --targets sm_90 --bit-widths 2 4
 
 Launches are built for tensors on the meta device, so the kernels are those that a GPU runs. The exit status is 1 if a
-kernel spills registers, or if one whose tensors are aligned moves a plane of elements in other than 128-bit accesses.
+kernel spills registers, or if one whose tensors are aligned moves a plane of elements in other than 128-bit accesses
+(64-bit ones of AMD's warps, which are twice as wide).
 Columns `loads` and `stores` count the instructions on global memory by width in bits; they include those of the ragged
 last block, which are narrow. `alu` counts the instructions an element that run at half rate (integers, comparisons,
 selections, extremes, logic) and `instructions` all of them, on the path of whole blocks without anything rare, on
@@ -35,7 +36,7 @@ from brevact import triton_kernels
 from brevact.geometry import DEFAULT_BLOCK, Grid, IntegerPlan, Place, Segments
 from brevact.quantizers import Granularity, Layout, PackedSpec, ResidualQuantizer, UniformQuantizer
 from brevact.quantizers.formats.uniform import plan_of
-from brevact.triton_kernels.launch import Program
+from brevact.triton_kernels.launch import WARP, WIDEST_ACCESS, Program
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -117,11 +118,13 @@ def _in_processes(variants: list[Variant], jobs: int) -> Iterator[list[Row]]:
 
 def _rows(variant: Variant) -> list[Row]:
     target, rows = TARGETS[variant.target], []
+    widest = 8 * WIDEST_ACCESS * WARP // target.warp_size
     for launch, loads, stores in _launches(variant):
         needs = resources(compile_launch(launch, target), target)
         problems = ["spills"] * (needs["spills"] != 0)
-        problems += ["narrow loads"] * (needs["loads"][128] < loads)
-        problems += ["narrow stores"] * (needs["stores"][128] < stores)
+        for kind, least in (("loads", loads), ("stores", stores)):
+            wide = sum(count for bits, count in needs[kind].items() if bits >= widest)
+            problems += [f"narrow {kind}"] * (wide < least)
         rows.append(
             {
                 "target": variant.target,
@@ -155,7 +158,7 @@ def _multiplies(launch: Launch) -> bool:
 
 
 def _launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
-    """Launches of a variant, each with its least numbers of 128-bit loads and stores: one per plane."""
+    """Launches of a variant, each with its least numbers of widest loads and stores: one per plane."""
     if variant.operation == "masks":
         yield from _mask_launches(DTYPES[variant.dtype])
     elif variant.operation == "codes":

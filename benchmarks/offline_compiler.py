@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from brevact.triton_kernels.launch import Program
+from brevact.triton_kernels.launch import WARP, Program
 
 _POINTERS = {
     torch.float32: "*fp32",
@@ -70,7 +70,7 @@ def compile_launch(launch: Launch, target: GPUTarget) -> CompiledKernel:
             if value % ALIGNMENT == 0 and not parameter.do_not_specialize:
                 attributes[(index,)] = [["tt.divisibility", ALIGNMENT]]
     source = ASTSource(launch.program.kernel, signature, constants, attributes)
-    options = {"num_warps": launch.program.threads // target.warp_size, "enable_fp_fusion": False}
+    options = {"num_warps": launch.program.threads // WARP, "enable_fp_fusion": False}
     if launch.program.registers and target.backend == "cuda":
         options["maxnreg"] = launch.program.registers
     return triton.compile(source, target=target, options=options)

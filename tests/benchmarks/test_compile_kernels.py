@@ -52,15 +52,19 @@ scale, with residuals of 2 bits.
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "target, operation", [("sm_90" if place % 2 else "sm_80", each) for place, each in enumerate(HALF_RATE)]
+    "target, operation",
+    [
+        *(("sm_90" if place % 2 else "sm_80", each) for place, each in enumerate(HALF_RATE)),
+        *(("gfx942", each) for each in ("dithered", "normalize", "fake_quantize_backward")),
+    ],
 )
 def test_kernels_of_whole_blocks_stay_within_their_budgets(target: str, operation: str):
-    """128 registers of a thread are four programs on a processor."""
+    """128 registers of a thread are four programs on a processor; AMD's instructions are not counted."""
     from benchmarks import compile_kernels
 
     bucket = "tensor" if operation.startswith("fake") else "512"
     for row in compile_kernels._rows(compile_kernels.Variant(target, operation, "bfloat16", 4, bucket)):
-        assert float(row["alu"]) <= HALF_RATE[operation], row
+        assert float(row["alu"] or 0) <= HALF_RATE[operation] and bool(row["alu"]) == target.startswith("sm"), row
         assert row["registers"] <= 128, row
         assert row["problem"] == "", row
 
