@@ -94,7 +94,7 @@ class Stream:
 
 
 @contextmanager
-def graph(recorder: Graph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global") -> Iterator[None]:
+def graph(recorder: Graph, **options: Any) -> Iterator[None]:
     DEVICE.graphs += 1
     if DEVICE.graphs > DEVICE.most_graphs:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nGPU 0 has")

@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from brevact.arguments import check_model
 from brevact.autograd import region, regions_disabled
-from brevact.autograd.interop.other_code import as_function, is_of_torch
+from brevact.autograd.interop.other_code import as_function, is_of_torch, watch_all
 from brevact.autograd.region.module_hooks import regions_of
 from brevact.autograd.region.running import is_distributed, measuring_hooks, nodes_behind
 from brevact.autograd.saving.storage_report import (
@@ -291,6 +291,7 @@ def _measure_as_it_is(model: nn.Module, run: Run, names: Names, holds: bool) -> 
                 size = x.untyped_storage().nbytes()
                 rows.append((place, OpMemory(layer, name, FULL_PRECISION, ON_CONTEXT, x.nbytes, size)))
 
+    watch_all()
     leave: Any = nullcontext()
     if not holds_graphs(model, run):  # which would trace a hook
         leave = register_module_forward_hook(lambda module, args, output: note_contexts(output))

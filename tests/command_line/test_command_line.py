@@ -54,5 +54,5 @@ def test_plan_names_doctor_where_transformers_do_not_import(tmp_path):
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[2]}"}
     command = [sys.executable, "-m", "brevact", "plan", "Qwen3-8B"]
     found = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
-    assert found.returncode == 2 and found.stderr.startswith("error: MODEL Qwen3-8B")
+    assert found.returncode == 2 and found.stderr.splitlines()[-1].startswith("error: MODEL Qwen3-8B")
     assert found.stderr.endswith("python -m brevact doctor finds libraries that do not import\n")

@@ -182,6 +182,15 @@ def watch_forwards(paths: Iterable[str]) -> None:
             watch_forward(function)
 
 
+def watch_all() -> None:
+    """Watch all Functions of other code, where their ``apply`` has no frame: reports name these without a rule."""
+    functions = [] if function_apply_code is not None else torch.autograd.Function.__subclasses__()
+    for function in functions:  # which grows
+        functions += function.__subclasses__()
+        if as_function(function) is not None and not is_of_torch(function):
+            watch_forward(function)
+
+
 def find(path: str) -> Any:
     """Return the object with a name of :func:`name_of`; None if its module is not imported, or has no such object."""
     namespace, _, operator = path.partition("::")
