@@ -8,7 +8,6 @@ packing, with all layers' outputs at hand and with none, give each tensor's byte
 from __future__ import annotations
 
 import functools
-import math
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -71,41 +70,36 @@ class Recomputation:
     def __init__(self, graph: fx.Graph, node_info: Any, plan: Callable[[Iterable[fx.Node]], Plan]) -> None:
         self._graph, self._node_info, self._plan = graph, node_info, plan
         self._usual, banned = self._cut(())
-        layers = (node for node in banned if _is_layer(node))
-        self._times = {node: max(partitioners.estimate_runtime(node), numel_of(node)) for node in layers}
-        self._planned = plan(self._usual)
-        self._least = {node.name: nbytes for node, nbytes, _ in costs(plan(self._cut(self._times)[0])[0])}
+        times = {node: partitioners.estimate_runtime(node) + numel_of(node) for node in banned if _is_layer(node)}
+        joint, copies = plan(self._usual)
+        nbytes_of = {node: nbytes for node, nbytes, _ in costs(joint)}
+        least = {node.name: nbytes for node, nbytes, _ in costs(plan(self._cut(times)[0])[0])}
         #: Bytes that are saved where no layer is computed again.
-        self.most = nbytes_of_saved(self._planned[0])
-        self._order = list(self._ranked(self._planned))
-
-    def _ranked(
-        self, plan: Plan, again: frozenset[fx.Node] = frozenset(), excess: float = math.inf
-    ) -> Iterator[frozenset[fx.Node]]:
-        """Layers to compute again beside others, as long as bytes exceed a limit, the best first."""
-        joint, copies = plan
-        layers = {copies[node]: node for node in self._times if node not in again}
+        self.most = sum(nbytes_of.values())
+        layers = {copies[node]: node for node in times}
         tensors: dict[frozenset[fx.Node], float] = {}
-        for node, nbytes, _ in costs(joint):
-            gain, behind = nbytes - self._least.get(node.name, 0), _layers_behind(node, joint.saved, layers)
+        for node, nbytes in nbytes_of.items():
+            gain, behind = nbytes - least.get(node.name, 0), _layers_behind(node, joint.saved, layers)
             if gain > 0 and behind:
                 tensors[behind] = tensors.get(behind, 0) + gain
-        while tensors and excess > 0:
-            times = {new: 1 + sum(self._times[each] for each in new - again) for new in tensors}
-            best = max(tensors, key=lambda new: (min(tensors[new], excess) / times[new], tensors[new]))
+        self._order: list[tuple[frozenset[fx.Node], float]] = []  # layers and the bytes that they free, the best first
+        again: frozenset[fx.Node] = frozenset()
+        while tensors:
+            best = max(tensors, key=lambda layers: tensors[layers] / (1 + sum(times[each] for each in layers - again)))
+            self._order.append((best, tensors.pop(best)))
             again |= best
-            excess -= tensors.pop(best)
-            yield best
 
     def within(self, nbytes: float) -> list[fx.Node]:
         """Nodes to save, whose plan takes at most ``nbytes`` where that can be, in little time of backward."""
-        saved, again = self._usual, frozenset[fx.Node]()
+        count, excess, saved = 0, self.most - nbytes, self._usual
         for cut in range(_MOST_CUTS):
-            plan = self._plan(saved) if cut else self._planned
-            found = again.union(*self._ranked(plan, again, nbytes_of_saved(plan[0]) - nbytes))
-            if found == again:
+            if excess <= 0 or count == len(self._order):
                 break
-            again, saved = found, self._cut(found)[0]
+            while excess > 0 and count < len(self._order):
+                excess -= self._order[count][1]
+                count += 1
+            saved = self._cut(self._layers(count))[0]
+            excess = nbytes_of_saved(self._plan(saved)[0]) - nbytes if cut < _MOST_CUTS - 1 else 0
         return saved
 
     def least_noise(self, usual: list[fx.Node], limit: float) -> tuple[list[fx.Node], dict[str, int]]:
@@ -135,7 +129,7 @@ class Recomputation:
         return saved, self._plan(saved)[0]
 
     def _layers(self, count: int) -> frozenset[fx.Node]:
-        return frozenset[fx.Node]().union(*self._order[:count])
+        return frozenset[fx.Node]().union(*(layers for layers, _ in self._order[:count]))
 
     def _cut(self, again: Collection[fx.Node]) -> tuple[list[fx.Node], Collection[fx.Node]]:
         """PyTorch's minimum cut where these layers may be computed again, and all that it does not compute again."""
