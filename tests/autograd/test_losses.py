@@ -271,9 +271,12 @@ def _edges(x: Tensor) -> Tensor:
     return ((x[1:, :-1] - x[:-1, :-1]) ** 2 + (x[:-1, 1:] - x[:-1, :-1]) ** 2 + 1e-6).sqrt()
 
 
+def _images(x: Tensor) -> Tensor:
+    return x.view(8, 1, 64, 64)
+
+
 def _similarity(x: Tensor, target: Tensor) -> Tensor:
     """SSIM."""
-    x, target = (each.view(8, 1, 64, 64) / 10 + 0.5 for each in (x, target))
     u, v, squares, other, products = (F.avg_pool2d(y, 7, 1) for y in (x, target, x * x, target**2, x * target))
     means = (2 * u * v + 1e-4) / (u**2 + v**2 + 1e-4)
     return 1 - (means * (2 * (products - u * v) + 9e-4) / (squares - u**2 + other - v**2 + 9e-4)).mean()
@@ -294,6 +297,14 @@ def _log_sigmoids(x: Tensor, target: Tensor) -> Tensor:
     return -torch.where(target > 0, F.logsigmoid(x), F.logsigmoid(-x)).mean()
 
 
+def _masked(x: Tensor, target: Tensor) -> Tensor:
+    return -(target.softmax(1) * x.log_softmax(1).masked_fill(x < -2, 0)).sum(1).mean()
+
+
+def _chosen(x: Tensor, target: Tensor) -> Tensor:
+    return -(target.softmax(1) * torch.where(x < -2, 0.0, x.log_softmax(1))).sum(1).mean()
+
+
 def _gaussians(x: Tensor) -> Tensor:
     return torch.exp(-(((x.unsqueeze(2) - torch.linspace(-2, 2, 8)) / 0.5) ** 2))
 
@@ -304,7 +315,13 @@ DIFFERENCES = {
     "powers": lambda x, target: F.l1_loss(_powers(x), _powers(target)),
     "mel": lambda x, target: F.l1_loss(_mel(x), _mel(target)),
     "edges": lambda x, target: F.l1_loss(_edges(x), _edges(target)),
-    "similarity": _similarity,
+    "similarity": lambda x, target: _similarity(_images(x) / 10 + 0.5, _images(target) / 10 + 0.5),
+    "similarity of views": lambda x, target: _similarity(_images(x / 10 + 0.5), _images(target / 10 + 0.5)),
+    "similarity of casts": lambda x, target: _similarity(
+        (_images(x) / 10 + 0.5).bfloat16().float(), _images(target) / 10 + 0.5
+    ),
+    "masked log-probabilities": _masked,
+    "chosen log-probabilities": _chosen,
     "contrast": _contrast,
     "log-sigmoids": _log_sigmoids,
 }

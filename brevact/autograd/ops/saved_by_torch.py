@@ -89,7 +89,8 @@ OPS = (
     Op(
         everywhere(
             "add sub subtract rsub neg negative mul multiply div divide true_divide truediv pow square sqrt rsqrt "
-            "reciprocal exp log clamp clamp_min clone contiguous to type type_as float double half bfloat16"
+            "reciprocal exp log clamp clamp_min clone contiguous to type type_as float double half bfloat16 where "
+            "masked_fill"
         ),
         is_pointwise=True,
     ),

@@ -383,11 +383,12 @@ def _may_be_near_zero(x: Tensor) -> bool:
 def is_image(x: Tensor) -> bool:
     """Return whether a tensor has up to three channels of maps: small beside a network's, and near a target.
 
-    Heads of attention are views, or casts of these.
+    Heads of attention are views, or casts of these, and seldom square.
     """
-    if x.dim() != 4 or x.shape[1] > 3 or min(x.shape[2:]) < _LEAST_IMAGE or x._is_view():
+    if x.dim() != 4 or x.shape[1] > 3 or min(x.shape[2:]) < _LEAST_IMAGE:
         return False
-    return x.grad_fn is None or x.grad_fn.name() != "ToCopyBackward0"
+    is_copy = x._is_view() or (x.grad_fn is not None and x.grad_fn.name() == "ToCopyBackward0")
+    return not is_copy or x.shape[2] == x.shape[3]
 
 
 def _exponential(region: Region, func: Callable, input: Tensor) -> Any:
