@@ -23,7 +23,6 @@ from brevact.compiler.joint_graph import JointGraph, SettingsOf
 from brevact.compiler.nodes import closure, is_random, numel_of, packet_of
 from brevact.private_names.of_compiler import OrderedSet, functorch_config, partitioners
 
-_MOST_CUTS = 3
 #: Bytes of codes of 8 bits, as a multiple of a limit, up to which codes of fewer bits meet it, not another layer.
 _NARROWED = 4 / 3
 _FAR = 10**9  # PyTorch's distance of nodes that backward does not need
@@ -82,25 +81,17 @@ class Recomputation:
             gain, behind = nbytes - least.get(node.name, 0), _layers_behind(node, joint.saved, layers)
             if gain > 0 and behind:
                 tensors[behind] = tensors.get(behind, 0) + gain
-        self._order: list[tuple[frozenset[fx.Node], float]] = []  # layers and the bytes that they free, the best first
+        self._order: list[frozenset[fx.Node]] = []  # layers, those that free most bytes in little time first
         again: frozenset[fx.Node] = frozenset()
         while tensors:
             best = max(tensors, key=lambda layers: tensors[layers] / (1 + sum(times[each] for each in layers - again)))
-            self._order.append((best, tensors.pop(best)))
+            self._order.append(best)
             again |= best
+            del tensors[best]
 
     def within(self, nbytes: float) -> list[fx.Node]:
         """Nodes to save, whose plan takes at most ``nbytes`` where that can be, in little time of backward."""
-        count, excess, saved = 0, self.most - nbytes, self._usual
-        for cut in range(_MOST_CUTS):
-            if excess <= 0 or count == len(self._order):
-                break
-            while excess > 0 and count < len(self._order):
-                excess -= self._order[count][1]
-                count += 1
-            saved = self._cut(self._layers(count))[0]
-            excess = nbytes_of_saved(self._plan(saved)[0]) - nbytes if cut < _MOST_CUTS - 1 else 0
-        return saved
+        return self._usual if self.most <= nbytes else self._first(self._least_count(nbytes))[0]
 
     def least_noise(self, usual: list[fx.Node], limit: float) -> tuple[list[fx.Node], dict[str, int]]:
         """Nodes to save within ``limit`` bytes in place of the ``usual`` ones, and bit widths of tensors by name.
@@ -110,9 +101,7 @@ class Recomputation:
         """
         joint = self._plan(usual)[0]
         if nbytes_of_saved(joint) > limit:
-            fits = bisect_left(
-                range(len(self._order)), -limit, key=lambda count: -nbytes_of_saved(self._first(count)[1])
-            )
+            fits = self._least_count(limit)
             before = self._first(max(fits - 1, 0))
             usual, joint = before if nbytes_of_saved(before[1]) <= _NARROWED * limit else self._first(fits)
         widths, least = widths_within(joint, limit)
@@ -123,13 +112,17 @@ class Recomputation:
             )
         return usual, widths
 
+    def _least_count(self, limit: float) -> int:
+        order = range(len(self._order))
+        return bisect_left(order, -limit, key=lambda count: -nbytes_of_saved(self._first(count)[1]))
+
     @functools.cache  # noqa: B019 - of a graph that is compiled
     def _first(self, count: int) -> tuple[list[fx.Node], JointGraph]:
         saved = self._cut(self._layers(count))[0]
         return saved, self._plan(saved)[0]
 
     def _layers(self, count: int) -> frozenset[fx.Node]:
-        return frozenset[fx.Node]().union(*(layers for layers, _ in self._order[:count]))
+        return frozenset[fx.Node]().union(*self._order[:count])
 
     def _cut(self, again: Collection[fx.Node]) -> tuple[list[fx.Node], Collection[fx.Node]]:
         """PyTorch's minimum cut where these layers may be computed again, and all that it does not compute again."""
