@@ -137,6 +137,10 @@ no_dispatch_modes = find("torch._C._DisableTorchDispatch")
 active_fake_mode = find("torch._guards.active_fake_mode")  #: None without fake tensors
 DispatchMode = find("torch.utils._python_dispatch.TorchDispatchMode")
 tree_leaves = find("torch.utils._pytree.tree_leaves")
+decomposition_table = find("torch._decomp.decomposition_table")
+has_kernel = find("torch._C._dispatch_has_kernel_for_dispatch_key")
+OpOverload = find("torch._ops.OpOverload")
+AUTOGRAD_OF_META = find("torch._C.DispatchKey.AutogradMeta")
 disable_modes = find("torch.utils._python_dispatch._disable_current_modes")
 is_functorch_tensor = find("torch._C._functorch.is_functorch_wrapped_tensor")
 #: State of modules that FSDP and the like wrap without a module of their own.
