@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import copy
 import difflib
-import functools
 import logging
 import math
 import sys
@@ -29,15 +28,7 @@ from brevact.policy.attach import quantize_backward, region_of_step
 from brevact.policy.compile import compile
 from brevact.policy.presets import DEFAULT, RECOMPUTE
 from brevact.policy.text import budget_of
-from brevact.private_names.of_torch import (
-    AUTOGRAD_OF_META,
-    DispatchMode,
-    OpOverload,
-    decomposition_table,
-    flash_attention,
-    has_kernel,
-    tree_leaves,
-)
+from brevact.private_names.of_torch import DispatchMode, differentiate_composite_ops, flash_attention, tree_leaves
 from brevact.tables import text_table
 
 _FIGURES = (
@@ -112,7 +103,7 @@ class _Live(DispatchMode):
     def __init__(self, before: Iterable[Tensor], fuses: bool = False) -> None:
         super().__init__()
         self.now = self.most = 0
-        self._fuses, self._unwritten = fuses, dict[int, int]()
+        self._fuses, self.unwritten = fuses, dict[int, int]()
         self._storages: dict[int, Any] = {x.untyped_storage()._cdata: x for x in before}
 
     @classmethod
@@ -127,25 +118,21 @@ class _Live(DispatchMode):
             storage = x.untyped_storage()
             if storage._cdata not in self._storages:
                 self._watch(storage, storage._cdata, storage.nbytes())
-        is_fused = not given or func.is_view or func is _scatter or not _FUSED.isdisjoint(func.tags)
+        is_fused = not given or func.is_view or func is torch.ops.aten.scatter.value or not _FUSED.isdisjoint(func.tags)
         if not (self._fuses and is_fused):
             self.write(x.untyped_storage()._cdata for x in (*given, *made))
         return result
 
     def _watch(self, storage: torch.UntypedStorage, key: int, nbytes: int) -> None:
         def end(_: object) -> None:
-            self.now -= nbytes if self._unwritten.pop(key, None) is None else 0
+            self.now -= nbytes if self.unwritten.pop(key, None) is None else 0
             del self._storages[key]
 
-        self._storages[key], self._unwritten[key] = weakref.ref(storage, end), nbytes
+        self._storages[key], self.unwritten[key] = weakref.ref(storage, end), nbytes
 
     def write(self, keys: Iterable[int]) -> None:
-        self.now += sum(self._unwritten.pop(key, 0) for key in keys)
+        self.now += sum(self.unwritten.pop(key, 0) for key in keys)
         self.most = max(self.most, self.now)
-
-    def kept(self) -> int:
-        self.write([*self._unwritten])
-        return self.now
 
 
 def bytes_of_step(loss: Callable[[], Tensor], model: torch.nn.Module, *, fuses: bool = False) -> Allocated:
@@ -156,12 +143,10 @@ def bytes_of_step(loss: Callable[[], Tensor], model: torch.nn.Module, *, fuses: 
     gradients = [x.grad for x in weights if x.grad is not None]
     with _Live([*weights, *gradients], fuses) as live:
         result = loss()
-        kept = live.kept()
+        live.write([*live.unwritten])
+        kept = live.now
         result.backward()
     return Allocated(kept, live.most)
-
-
-_item, _scatter = torch.ops.aten.item.default, torch.ops.aten.scatter.value
 
 
 def _attend(
@@ -178,19 +163,11 @@ def as_on_a_gpu() -> Iterator[None]:
     library.impl("scaled_dot_product_attention", _attend, "AutogradMeta")
     library.impl("item", lambda x: 1, "AutogradMeta")
     library.impl("equal", lambda x, y: True, "Meta")  # whether a loss's gradient is 1
-    _let_composite_ops_have_gradients()
+    differentiate_composite_ops()
     try:
         yield
     finally:
         del library
-
-
-@functools.cache
-def _let_composite_ops_have_gradients() -> None:
-    """Let AOTAutograd differentiate composite ops of meta tensors by their parts: Python kernels hide these there."""
-    for op in decomposition_table:
-        if isinstance(op, OpOverload) and has_kernel(op.name(), "CompositeImplicitAutograd") and op is not _item:
-            op.py_impl(AUTOGRAD_OF_META)(op.decompose)
 
 
 @contextmanager
@@ -353,16 +330,9 @@ class Training:
 
 
 def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **others: Any,
+    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: Any = None, dropout: float = 0.0, **others: Any
 ) -> tuple[Tensor, None]:
-    out = F.scaled_dot_product_attention(query, key, value, None, dropout, True, scale=scaling, enable_gqa=True)
+    out = F.scaled_dot_product_attention(q, k, v, None, dropout, True, scale=scaling, enable_gqa=True)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -137,10 +137,6 @@ no_dispatch_modes = find("torch._C._DisableTorchDispatch")
 active_fake_mode = find("torch._guards.active_fake_mode")  #: None without fake tensors
 DispatchMode = find("torch.utils._python_dispatch.TorchDispatchMode")
 tree_leaves = find("torch.utils._pytree.tree_leaves")
-decomposition_table = find("torch._decomp.decomposition_table")
-has_kernel = find("torch._C._dispatch_has_kernel_for_dispatch_key")
-OpOverload = find("torch._ops.OpOverload")
-AUTOGRAD_OF_META = find("torch._C.DispatchKey.AutogradMeta")
 disable_modes = find("torch.utils._python_dispatch._disable_current_modes")
 is_functorch_tensor = find("torch._C._functorch.is_functorch_wrapped_tensor")
 #: State of modules that FSDP and the like wrap without a module of their own.
@@ -157,6 +153,16 @@ tree_unflatten = find("torch.utils._pytree.tree_unflatten")
 
 if not TYPE_CHECKING:
     TreeSpec = find("torch.utils._pytree.TreeSpec")
+
+
+@functools.cache
+def differentiate_composite_ops() -> None:
+    """Let AOTAutograd differentiate composite ops of meta tensors: their Python kernels for these have no gradient."""
+    key, has_kernel = find("torch._C.DispatchKey.AutogradMeta"), find("torch._C._dispatch_has_kernel_for_dispatch_key")
+    kind, item = find("torch._ops.OpOverload"), torch.ops.aten.item.default
+    for op in find("torch._decomp.decomposition_table"):
+        if isinstance(op, kind) and op is not item and has_kernel(op.name(), "CompositeImplicitAutograd"):
+            op.py_impl(key)(op.decompose)
 
 
 def parts_of_coo(x: Tensor) -> tuple[Tensor, Tensor]:
