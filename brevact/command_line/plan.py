@@ -321,7 +321,7 @@ class Training:
             rest = one.kept - of_block
             of_block = int((budget * (rest + blocks * of_block) - rest) / blocks)
             if of_block <= 0:
-                raise ValueError(f"the loss alone keeps more than a part of {budget}")
+                raise ValueError(f"the head and the loss keep more than a part of {budget}")
             two = self.step(way, 2, (rest + 2 * of_block) / two.kept)
         # The last block's backward pass, or the loss, is the peak: all other blocks are kept then. Compiled ones return
         # their gradients together, so that the first block's may be.
@@ -411,7 +411,8 @@ def _planned(training: Training, memory: int | None, options: argparse.Namespace
         except (AttributeError, RuntimeError, ValueError) as error:
             if way not in BUDGETS:
                 raise
-            left_out.append(f"{way} is left out: {(str(error).splitlines() or [''])[0]}")
+            kind = "" if isinstance(error, ValueError) else "its step is no single graph: "
+            left_out.append(f"{way} is left out: {kind}{(str(error).splitlines() or [''])[0]}")
             continue
         row = [way, _gib(found.kept), _gib(found.peak), _gib(fixed + found.peak)]
         if memory is not None:
