@@ -15,7 +15,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -93,7 +93,7 @@ class Allocated(NamedTuple):
     peak: int
 
 
-#: Tags of ops that compilers fuse; PyTorch below 2.12 has no tag of reductions.
+#: Tags of ops that compilers fuse; PyTorch 2.13 has one of reductions.
 _FUSED = {torch.Tag.pointwise, getattr(torch.Tag, "reduction", torch.Tag.pointwise)}
 
 
@@ -149,11 +149,8 @@ def bytes_of_step(loss: Callable[[], Tensor], model: torch.nn.Module, *, fuses: 
     return Allocated(kept, live.most)
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Any = None, p: float = 0.0, is_causal: bool = False, **others: Any
-) -> Tensor:
-    out: Tensor = flash_attention(q, k, v, p, is_causal, scale=others.get("scale"))[0]
-    return out
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, p: float = 0, causal: bool = False, **rest: Any) -> Any:
+    return flash_attention(q, k, v, p, causal, scale=rest.get("scale"))[0]
 
 
 @contextmanager
@@ -457,13 +454,11 @@ def most(training: Training, way: str, name: str, peak: int, room: int) -> int:
 def _memory(words: str | None) -> int | None:
     if words is None:
         return None
-    try:
+    with suppress(ValueError):
         budget = budget_of(words)
-    except ValueError:
-        budget = None
-    if budget is None or budget.keys() != {"saved_bytes"}:
-        raise ValueError(f"--memory {words}: accepted is a number with its unit (B, KiB, MiB, GiB), such as 24GiB")
-    return int(budget["saved_bytes"])
+        if budget and budget.keys() == {"saved_bytes"}:
+            return int(budget["saved_bytes"])
+    raise ValueError(f"--memory {words}: accepted is a number with its unit (B, KiB, MiB, GiB), such as 24GiB")
 
 
 def _adapters(words: str | None) -> tuple[int, tuple[str, ...]]:
