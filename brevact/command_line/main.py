@@ -34,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     words = "check what brevact needs here: versions, kernels and their bytes, caches, optional libraries"
     commands.add_parser("doctor", help=words, description=words, epilog=_EXIT)
-    words = "size a language model's training, without its weights, downloads or a GPU"
+    words = "size a language model's training, eager and compiled, without its weights, downloads or a GPU"
     found = commands.add_parser("plan", help=words, description=words, epilog=_EXIT)
     found.add_argument("model", metavar="MODEL", help=f"{', '.join(names())}; the path of a config.json; a cached name")
     found.add_argument("--batch", type=int, default=1, help="sequences in a step (default: 1)")

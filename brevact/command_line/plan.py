@@ -1,7 +1,7 @@
 """``python -m brevact plan MODEL``: the bytes of a language model's training, without its weights and without a GPU.
 
-Steps of one and of two blocks run on the meta device, forward and backward, with the hooks of policies. Further
-blocks keep as many bytes as the second.
+Steps of one and of two blocks run on the meta device, forward and backward, with the hooks of policies, or as graphs
+that AOTAutograd makes of them. Further blocks keep as many bytes as the second.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from brevact.policy.attach import quantize_backward, region_of_step
+from brevact.policy.compile import compile
 from brevact.policy.presets import DEFAULT, RECOMPUTE
 from brevact.policy.text import budget_of
-from brevact.private_names.of_torch import DispatchMode, flash_attention, tree_leaves
+from brevact.private_names.of_torch import DispatchMode, differentiate_composite_ops, flash_attention, tree_leaves
 from brevact.tables import text_table
 
 _FIGURES = (
@@ -92,51 +93,64 @@ class Allocated(NamedTuple):
     peak: int
 
 
-class _Live(DispatchMode):
-    """Counts the bytes of living storages that ops make."""
+#: Tags of ops that compilers fuse; PyTorch 2.13 has one of reductions.
+_FUSED = {torch.Tag.pointwise, getattr(torch.Tag, "reduction", torch.Tag.pointwise)}
 
-    def __init__(self, before: Iterable[Tensor]) -> None:
+
+class _Live(DispatchMode):
+    """Counts the bytes of living storages that ops make; of those of fused ops, once others read them."""
+
+    def __init__(self, before: Iterable[Tensor], fuses: bool = False) -> None:
         super().__init__()
         self.now = self.most = 0
+        self._fuses, self.unwritten = fuses, dict[int, int]()
         self._storages: dict[int, Any] = {x.untyped_storage()._cdata: x for x in before}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled graphs run in the mode."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            if isinstance(x, Tensor):
-                storage = x.untyped_storage()
-                if storage._cdata not in self._storages:
-                    self._count(storage, storage._cdata, storage.nbytes())
+        given, made = ([x for x in tree_leaves(each) if isinstance(x, Tensor)] for each in ((args, kwargs), result))
+        for x in made:
+            storage = x.untyped_storage()
+            if storage._cdata not in self._storages:
+                self._watch(storage, storage._cdata, storage.nbytes())
+        is_fused = not given or func.is_view or func is torch.ops.aten.scatter.value or not _FUSED.isdisjoint(func.tags)
+        if not (self._fuses and is_fused):
+            self.write(x.untyped_storage()._cdata for x in (*given, *made))
         return result
 
-    def _count(self, storage: torch.UntypedStorage, key: int, nbytes: int) -> None:
+    def _watch(self, storage: torch.UntypedStorage, key: int, nbytes: int) -> None:
         def end(_: object) -> None:
-            self.now -= nbytes
+            self.now -= nbytes if self.unwritten.pop(key, None) is None else 0
             del self._storages[key]
 
-        self._storages[key] = weakref.ref(storage, end)
-        self.now += nbytes
+        self._storages[key], self.unwritten[key] = weakref.ref(storage, end), nbytes
+
+    def write(self, keys: Iterable[int]) -> None:
+        self.now += sum(self.unwritten.pop(key, 0) for key in keys)
         self.most = max(self.most, self.now)
 
 
-def bytes_of_step(loss: Callable[[], Tensor], model: torch.nn.Module) -> Allocated:
+def bytes_of_step(loss: Callable[[], Tensor], model: torch.nn.Module, *, fuses: bool = False) -> Allocated:
     """Count the bytes that a step on the meta device allocates; gradients of parameters exist before it."""
     weights = [*model.parameters(), *model.buffers()]
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
     gradients = [x.grad for x in weights if x.grad is not None]
-    with _Live([*weights, *gradients]) as live:
+    with _Live([*weights, *gradients], fuses) as live:
         result = loss()
+        live.write([*live.unwritten])
         kept = live.now
         result.backward()
     return Allocated(kept, live.most)
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Any = None, p: float = 0.0, is_causal: bool = False, **others: Any
-) -> Tensor:
-    out: Tensor = flash_attention(q, k, v, p, is_causal, scale=others.get("scale"))[0]
-    return out
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, p: float = 0, causal: bool = False, **rest: Any) -> Any:
+    return flash_attention(q, k, v, p, causal, scale=rest.get("scale"))[0]
 
 
 @contextmanager
@@ -146,6 +160,7 @@ def as_on_a_gpu() -> Iterator[None]:
     library.impl("scaled_dot_product_attention", _attend, "AutogradMeta")
     library.impl("item", lambda x: 1, "AutogradMeta")
     library.impl("equal", lambda x, y: True, "Meta")  # whether a loss's gradient is 1
+    differentiate_composite_ops()
     try:
         yield
     finally:
@@ -167,6 +182,9 @@ def without_launches() -> Iterator[None]:
 GIB = 2**30
 #: Ways to train, and the policy of each.
 WAYS: dict[str, Any] = {"plain": None, "checkpointed": None, "DEFAULT": DEFAULT, "RECOMPUTE": RECOMPUTE}
+#: Budgets of compiled ways, which have the policy DEFAULT.
+BUDGETS = {"compile:1+DEFAULT": 1.0, "compile:0.3+DEFAULT": 0.3}
+WAYS |= dict.fromkeys(BUDGETS, DEFAULT)
 #: Bytes of a weight of 4 bits (NF4), with a scale of 8 bits a block of 64, and one of 32 bits a block of 256 scales.
 _QUARTER = 0.5 + 1 / 64 + 4 / (64 * 256)
 #: Steps of a sequence's length and of a batch, and attempts to come near to the largest.
@@ -176,8 +194,8 @@ _NOTES = (
     "accumulation; AdamW holds two tensors of each trained weight's size and dtype. checkpointed: each block.\n"
     "Attention counts as a flash kernel, which saves query, key, value, its result and a number a row; eager attention "
     "and masks of sliding windows in SDPA take more.\n"
-    "Compiled steps are not planned: the compiler chooses saved tensors in a graph of the whole step. Measure one by "
-    "memory_report(brevact.compile(...))."
+    "compile:0.3+DEFAULT: brevact.compile(model, DEFAULT, budget=0.3), a graph of the whole step, by what Inductor "
+    "fuses. It returns all gradients at once. Few blocks keep fewer bytes than the budget allows."
 )
 
 
@@ -265,46 +283,53 @@ class Training:
             gradients += parameter.nbytes if parameter.requires_grad else 0
         return weights, gradients, largest
 
-    def step(self, way: str, blocks: int) -> Allocated:
+    def step(self, way: str, blocks: int, budget: float = 1.0) -> Allocated:
         model: Any = self.model(blocks)
         if way == "checkpointed":
             model.gradient_checkpointing_enable({"use_reentrant": False})
             if self.rank:
                 model.enable_input_require_grads()
-        policy = WAYS[way]
-        if policy is not None:
+        policy, is_compiled = WAYS[way], way in BUDGETS
+        if is_compiled:
+            torch.compiler.reset()
+            model = compile(model, policy, budget=budget, backend="aot_eager", fullgraph=True, dynamic=False)
+        elif policy is not None:
             quantize_backward(model, policy)
         ids = torch.zeros(self.batch, self.sequence, dtype=torch.int64, device="meta")
 
         def loss() -> Tensor:
-            with nullcontext() if policy is None else region_of_step(model):
-                found: Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
+            with nullcontext() if policy is None or is_compiled else region_of_step(model):
+                found: Tensor = model(input_ids=ids, labels=ids, use_cache=False, return_dict=True).loss
                 return found
 
-        return bytes_of_step(loss, model)
+        if is_compiled:
+            loss()
+        return bytes_of_step(loss, model, fuses=is_compiled)
 
     def allocated(self, way: str) -> Allocated:
+        blocks, budget = self.config.num_hidden_layers, BUDGETS.get(way, 1.0)
+        if blocks == 1:
+            return self.step(way, 1, budget)
         one, two = self.step(way, 1), self.step(way, 2)
-        of_block, blocks = two.kept - one.kept, self.config.num_hidden_layers
+        of_block = two.kept - one.kept
         if way == "plain" and self.step(way, 3).kept != two.kept + of_block:
             raise self._differ()
-        if blocks == 1:
-            return one
-        # the last block's backward pass, or the loss, is the peak: all other blocks are kept then
-        return Allocated(two.kept + (blocks - 2) * of_block, two.peak + (blocks - 2) * of_block)
+        if budget < 1:  # as much of a block as the whole model's budget leaves beside the head and the loss
+            rest = one.kept - of_block
+            of_block = int((budget * (rest + blocks * of_block) - rest) / blocks)
+            if of_block <= 0:
+                raise ValueError(f"the head and the loss keep more than a part of {budget}")
+            two = self.step(way, 2, (rest + 2 * of_block) / two.kept)
+        # The last block's backward pass, or the loss, is the peak: all other blocks are kept then. Compiled ones return
+        # their gradients together, so that the first block's may be.
+        of_peak = max(of_block, self._sizes(2)[1] - self._sizes(1)[1]) if way in BUDGETS else of_block
+        return Allocated(two.kept + (blocks - 2) * of_block, two.peak + (blocks - 2) * of_peak)
 
 
 def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **others: Any,
+    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: Any = None, dropout: float = 0.0, **others: Any
 ) -> tuple[Tensor, None]:
-    out = F.scaled_dot_product_attention(query, key, value, None, dropout, True, scale=scaling, enable_gqa=True)
+    out = F.scaled_dot_product_attention(q, k, v, None, dropout, True, scale=scaling, enable_gqa=True)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -376,9 +401,16 @@ def _planned(training: Training, memory: int | None, options: argparse.Namespace
         )
     weights, gradients, largest = training.sizes()
     fixed = weights + 3 * gradients + largest
-    rows = []
+    rows, left_out = [], []
     for way in WAYS:
-        found = training.allocated(way)
+        try:
+            found = training.allocated(way)
+        except (AttributeError, RuntimeError, ValueError) as error:
+            if way not in BUDGETS:
+                raise
+            kind = "" if isinstance(error, ValueError) else "its step is no single graph: "
+            left_out.append(f"{way} is left out: {kind}{(str(error).splitlines() or [''])[0]}")
+            continue
         row = [way, _gib(found.kept), _gib(found.peak), _gib(fixed + found.peak)]
         if memory is not None:
             room = memory - fixed
@@ -396,7 +428,7 @@ def _planned(training: Training, memory: int | None, options: argparse.Namespace
         "",
         text_table(header, rows, numbers=len(header) - 1),
         "",
-        _NOTES,
+        *(*left_out, _NOTES),
     ]
     return "\n".join(lines)
 
@@ -409,10 +441,10 @@ def most(training: Training, way: str, name: str, peak: int, room: int) -> int:
     """Return the largest batch or length of a sequence whose peak fits, 0 for none; peaks are nearly proportional."""
     step = _STEPS[name]
     limit = training.most_positions() if name == "sequence" else None
-    number, trials = getattr(training, name), 0
-    while trials < _TRIALS or peak > room:
+    number, trials = getattr(training, name), 1 if way in BUDGETS else _TRIALS  # graphs take seconds
+    while trials > 0 or peak > room:
         near = min(int(number * room / peak), limit or sys.maxsize) // step * step
-        number, trials = near if trials < _TRIALS else number - step, trials + 1
+        number, trials = near if trials > 0 else min(near, number - step), trials - 1
         if number < step:
             return 0
         peak = replace(training, **{name: number}).allocated(way).peak  # type: ignore[arg-type]
@@ -422,13 +454,11 @@ def most(training: Training, way: str, name: str, peak: int, room: int) -> int:
 def _memory(words: str | None) -> int | None:
     if words is None:
         return None
-    try:
+    with suppress(ValueError):
         budget = budget_of(words)
-    except ValueError:
-        budget = None
-    if budget is None or budget.keys() != {"saved_bytes"}:
-        raise ValueError(f"--memory {words}: accepted is a number with its unit (B, KiB, MiB, GiB), such as 24GiB")
-    return int(budget["saved_bytes"])
+        if budget and budget.keys() == {"saved_bytes"}:
+            return int(budget["saved_bytes"])
+    raise ValueError(f"--memory {words}: accepted is a number with its unit (B, KiB, MiB, GiB), such as 24GiB")
 
 
 def _adapters(words: str | None) -> tuple[int, tuple[str, ...]]:

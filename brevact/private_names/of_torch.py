@@ -155,6 +155,16 @@ if not TYPE_CHECKING:
     TreeSpec = find("torch.utils._pytree.TreeSpec")
 
 
+@functools.cache
+def differentiate_composite_ops() -> None:
+    """Let AOTAutograd differentiate composite ops of meta tensors: their Python kernels for these have no gradient."""
+    key, has_kernel = find("torch._C.DispatchKey.AutogradMeta"), find("torch._C._dispatch_has_kernel_for_dispatch_key")
+    kind, item = find("torch._ops.OpOverload"), torch.ops.aten.item.default
+    for op in find("torch._decomp.decomposition_table"):
+        if isinstance(op, kind) and op is not item and has_kernel(op.name(), "CompositeImplicitAutograd"):
+            op.py_impl(key)(op.decompose)
+
+
 def parts_of_coo(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the indices and values of a sparse tensor, coalesced or not."""
     return x._indices(), x._values()
