@@ -44,7 +44,7 @@ ROWS = Path(__file__).parents[1] / "docs" / "bench.csv"
 _ROUNDS, _DRAWS = 9, 3
 
 _FORMATS = tuple(f"{rounding}Backward{bits}bit" for rounding in ("Stoch", "Dither", "Nearest") for bits in (2, 4))
-_COMPILED = (":1", "+DEFAULT", ":0.3+DitherBackward8bit", ":0.3+DEFAULT", ":0.2+DEFAULT")
+_COMPILED = (":1", "+DEFAULT", ":0.3+DitherBackward8bit", ":0.3+DEFAULT")
 _RESIDUALS = "LosslessBackward:residual_bit_width=2"
 _EVERY = (f"{CHECKPOINT}:2+DEFAULT", f"{CHECKPOINT}:4+DEFAULT")
 _COMPARED = ("EfficientNetV2-S", "ResNet-50", "ViT-S", "3-D U-Net")
