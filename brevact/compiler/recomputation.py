@@ -118,11 +118,8 @@ class Recomputation:
 
     @functools.cache  # noqa: B019 - of a graph that is compiled
     def _first(self, count: int) -> tuple[list[fx.Node], JointGraph]:
-        saved = self._cut(self._layers(count))[0]
+        saved = self._cut(frozenset[fx.Node]().union(*self._order[:count]))[0]
         return saved, self._plan(saved)[0]
-
-    def _layers(self, count: int) -> frozenset[fx.Node]:
-        return frozenset[fx.Node]().union(*self._order[:count])
 
     def _cut(self, again: Collection[fx.Node]) -> tuple[list[fx.Node], Collection[fx.Node]]:
         """PyTorch's minimum cut where these layers may be computed again, and all that it does not compute again."""
