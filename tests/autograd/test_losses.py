@@ -297,12 +297,8 @@ def _log_sigmoids(x: Tensor, target: Tensor) -> Tensor:
     return -torch.where(target > 0, F.logsigmoid(x), F.logsigmoid(-x)).mean()
 
 
-def _masked(x: Tensor, target: Tensor) -> Tensor:
-    return -(target.softmax(1) * x.log_softmax(1).masked_fill(x < -2, 0)).sum(1).mean()
-
-
-def _chosen(x: Tensor, target: Tensor) -> Tensor:
-    return -(target.softmax(1) * torch.where(x < -2, 0.0, x.log_softmax(1))).sum(1).mean()
+def _distillation(target: Tensor, logs: Tensor) -> Tensor:
+    return -(target.softmax(1) * logs).sum(1).mean()
 
 
 def _gaussians(x: Tensor) -> Tensor:
@@ -320,8 +316,8 @@ DIFFERENCES = {
     "similarity of casts": lambda x, target: _similarity(
         (_images(x) / 10 + 0.5).bfloat16().float(), _images(target) / 10 + 0.5
     ),
-    "masked log-probabilities": _masked,
-    "chosen log-probabilities": _chosen,
+    "masked logs": lambda x, target: _distillation(target, x.log_softmax(1).masked_fill(x < -2, 0)),
+    "chosen logs": lambda x, target: _distillation(target, torch.where(x < -2, 0.0, x.log_softmax(1))),
     "contrast": _contrast,
     "log-sigmoids": _log_sigmoids,
 }

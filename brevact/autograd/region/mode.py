@@ -218,7 +218,6 @@ def _track(
     if is_tracked == 2 and (row.is_pointwise or _is_short_sum(func, tensors, result)):
         carry(tensors, result)
     adds = row.kind is Kind.SUM or (row.kind is Kind.BILINEAR and len(tensors) == 1)
-    adds = adds or func.__name__ in ("masked_fill", "where")  # of constants, which have no gradient
     carry_logs(func, args, kwargs, tensors, result, adds=adds)
     if row.kind is None:
         return

@@ -40,6 +40,8 @@ def _signs(mask: Tensor, dtype: torch.dtype, inside: float) -> Tensor:
 _MOST_CARRIED = 3
 _LOGARITHMS = frozenset(("log", "log2", "log10", "log1p"))
 _DIFFERENCES = frozenset(("sub", "subtract", "__sub__"))
+#: Functions that write constants, which have no gradient, in place of elements.
+_CHOICES = frozenset(("masked_fill", "where"))
 _MOVES = frozenset(("clone", "contiguous", "reshape", "flatten", "__getitem__", "index_select"))
 _INVERSES: dict[str, Callable[..., Tensor]] = {
     **dict.fromkeys(("add", "__add__", "__radd__"), torch.sub),
@@ -143,10 +145,11 @@ def _moved(found: Logs, classes: tuple[int, int], move: Any, indices: Sequence[T
 
 
 def carry_logs(func: Callable, args: tuple, kwargs: dict, tensors: list[Tensor], out: Tensor, *, adds: bool) -> None:
-    """Note that a result is a logarithm, ``adds`` constants to one, or has its elements in other places."""
+    """Note that a result is a logarithm, ``adds`` or writes constants to one, or has its elements in other places."""
     name = func.__name__
     if name in _LOGARITHMS:
         note_logs(out, Logs(like_of(out)))
+    adds = adds or name in _CHOICES
     if not (adds or name in _MOVES):
         return
     tensors, indices = (tensors, []) if adds else (tensors[:1], tensors[1:])
